@@ -1,0 +1,107 @@
+"""Every error that pdserve raises on purpose.
+
+    PdserveError                 INTERNAL             the root; never raised itself
+    ├── InvalidRequest           INVALID_ARGUMENT     a field of the request is wrong: names it and says what is allowed
+    ├── ModelNotFound            NOT_FOUND            no such model here
+    ├── DeadlineExceeded         DEADLINE_EXCEEDED    the client's deadline passed
+    ├── Cancelled                CANCELLED            the client went away or cancelled
+    ├── QueueFull                RESOURCE_EXHAUSTED   too much waits already: says when to try again
+    ├── NoCapacity               RESOURCE_EXHAUSTED   a worker cannot promise the pages now (the router queues and retries)
+    ├── Unavailable              UNAVAILABLE          nobody can serve it now
+    │   ├── WorkerLost           UNAVAILABLE          a worker died, got stuck or was replaced
+    │   └── LinkDown             UNAVAILABLE          the link between two workers broke
+    ├── UnknownTicket            FAILED_PRECONDITION  a ticket of another incarnation, or released already
+    ├── ProtocolError            INTERNAL             a peer said something the protocol does not allow
+    ├── Incompatible             FAILED_PRECONDITION  two workers do not agree on model or KV layout: prints the difference
+    └── ConfigError              INVALID_ARGUMENT     bad configuration or model files: one line, exit code 2
+
+The status is a *name*, so that this module needs no grpc; `pdserve.rpc` maps names to codes.
+"""
+
+
+class PdserveError(Exception):
+    """Root of the tree."""
+
+    status = "INTERNAL"
+
+
+class InvalidRequest(PdserveError):
+    """A request that can never be served as it is."""
+
+    status = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, problem: str) -> None:
+        """`field` is the path in the request message, `problem` says what is allowed."""
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class ModelNotFound(PdserveError):
+    """The request names a model that is not served here."""
+
+    status = "NOT_FOUND"
+
+
+class DeadlineExceeded(PdserveError):
+    """The deadline of the client passed before the answer was complete."""
+
+    status = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(PdserveError):
+    """The client cancelled the request or went away."""
+
+    status = "CANCELLED"
+
+
+class QueueFull(PdserveError):
+    """The router's queue is full."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NoCapacity(PdserveError):
+    """A decode worker cannot promise the pages at this moment."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+
+class Unavailable(PdserveError):
+    """Nobody can serve the request now."""
+
+    status = "UNAVAILABLE"
+
+
+class WorkerLost(Unavailable):
+    """A worker died, got stuck, or was replaced by a new incarnation."""
+
+
+class LinkDown(Unavailable):
+    """The link between a prefill and a decode worker broke."""
+
+
+class UnknownTicket(PdserveError):
+    """A ticket that this incarnation never gave out, or that was released already."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class ProtocolError(PdserveError):
+    """A peer said something that the protocol does not allow."""
+
+
+class Incompatible(PdserveError):
+    """Two workers do not agree on the model or on the KV layout."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class ConfigError(PdserveError):
+    """Bad configuration or bad model files; commands print it as one line and exit with code 2."""
+
+    status = "INVALID_ARGUMENT"

@@ -1,0 +1,1 @@
+"""What pdserve processes say to each other; not for clients."""

@@ -1,0 +1,80 @@
+"""A request as the workers see it: token ids and numbers, no text.
+
+The router makes one `WorkRequest` per client request and attempt. Everything that decides the next token is a
+function of this object and the tokens so far, so that any worker can go on where another one stopped.
+"""
+
+from dataclasses import dataclass
+from typing import NewType
+
+WorkerId = NewType("WorkerId", str)  # stable over restarts: "prefill-0"
+Incarnation = NewType("Incarnation", str)  # drawn anew at every start of a worker
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A decode worker's promise of room: "push the KV here". The pair (incarnation, counter) is its identity."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    counter: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Order: temperature, top-k, top-p, min-p, then argmax of logit / T + Gumbel noise."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bits
+
+
+@dataclass(frozen=True)
+class WorkRequest:
+    """What a worker needs to know of a request. `token_ids` is the prompt, plus what was emitted before a resume."""
+
+    label: str  # the client's request id: for logs, never a key
+    token_ids: tuple[int, ...]
+    prompt_length: int  # tokens of the prompt alone, after truncation
+    sampling: Sampling
+    max_tokens: int  # completion tokens in all, earlier attempts included
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()  # EOS folded in by the router
+    top_logprobs: int = 0  # candidates to report per step
+
+    @property
+    def num_emitted(self) -> int:
+        """Completion tokens that earlier attempts delivered."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def max_length(self) -> int:
+        """Length of prompt and completion together when the request ends by length."""
+        return self.prompt_length + self.max_tokens
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One entry of a step's top log-probabilities, before any filter."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token. `number` counts completion tokens from 0."""
+
+    number: int
+    token_id: int
+    top_logprobs: tuple[Candidate, ...] = ()
+    finish: str = ""  # "": goes on; "stop_token" or "length": this was the last
+
+
+def finish_after(request: WorkRequest, number: int, token_id: int) -> str:
+    """Whether completion token `number` ends the request: "", "stop_token" or "length"."""
+    if token_id in request.stop_token_ids and number + 1 > request.min_tokens:
+        return "stop_token"
+    return "length" if number + 1 >= request.max_tokens else ""

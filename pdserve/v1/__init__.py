@@ -1,0 +1,1 @@
+"""Stubs of the public wire contract, generated from `proto/pdserve/v1` by `make proto`."""
