@@ -105,3 +105,15 @@ class ConfigError(PdserveError):
     """Bad configuration or bad model files; commands print it as one line and exit with code 2."""
 
     status = "INVALID_ARGUMENT"
+
+
+def from_wire(kind: str, message: str) -> PdserveError:
+    """The error that a peer described by its class name and message."""
+    if kind == "InvalidRequest":
+        field, _, problem = message.partition(": ")
+        return InvalidRequest(field, problem)
+    if kind == "QueueFull":
+        return QueueFull(message, retry_after_s=1.0)
+    plain = (ModelNotFound, DeadlineExceeded, Cancelled, NoCapacity, Unavailable, WorkerLost, LinkDown, UnknownTicket)
+    by_name = {cls.__name__: cls for cls in (*plain, ProtocolError, Incompatible, ConfigError)}
+    return by_name.get(kind, PdserveError)(message)

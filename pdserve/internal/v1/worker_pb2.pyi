@@ -43,6 +43,7 @@ class WatchResponse(_message.Message):
     BUSY_MS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    LINKED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     progress: _builtins.int
     """Grows with every layer computed."""
@@ -52,6 +53,10 @@ class WatchResponse(_message.Message):
     def load(self) -> _cluster_pb2.Load: ...
     @_builtins.property
     def pages(self) -> _cluster_pb2.Pages: ...
+    @_builtins.property
+    def linked(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Incarnations of the decode workers that a prefill worker has a link to."""
+
     def __init__(
         self,
         *,
@@ -60,10 +65,11 @@ class WatchResponse(_message.Message):
         busy_ms: _builtins.int = ...,
         load: _cluster_pb2.Load | None = ...,
         pages: _cluster_pb2.Pages | None = ...,
+        linked: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ms", b"busy_ms", "incarnation", b"incarnation", "load", b"load", "pages", b"pages", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ms", b"busy_ms", "incarnation", b"incarnation", "linked", b"linked", "load", b"load", "pages", b"pages", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,119 @@
+"""gRPC as every pdserve process uses it: one way to make servers and channels, one way for errors to cross the wire.
+
+A `PdserveError` leaves a server through `abort` (status, plus google.rpc details) and is the same class again after
+`error_of` at the client.
+"""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from pdserve.errors import InvalidRequest, PdserveError, QueueFull, Unavailable, from_wire
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+# Proxies and idle clients ping: a server that punishes pings ends idle streams with GOAWAY too_many_pings.
+_COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.so_reuseport", 0),  # a port in use must be an error, not a silent share
+)
+_CHANNEL_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),  # closing a channel must close its connection
+    ("grpc.enable_retries", 0),  # whoever owns the request decides what is tried again
+)
+
+
+def server() -> grpc.aio.Server:
+    """A server with the options that proxies need and no port yet."""
+    return grpc.aio.server(options=_SERVER_OPTIONS)
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """A channel of its own to `host:port`: closing it ends every call on it."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def listen(grpc_server: grpc.aio.Server, host: str, port: int) -> int:
+    """Bind and return the port; `port` 0 takes a free one. Raises Unavailable when the port is taken."""
+    try:
+        return grpc_server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise Unavailable(f"cannot listen on {host}:{port}: {error}") from error
+
+
+def add_health_and_reflection(grpc_server: grpc.aio.Server, services: Sequence[str]) -> "Health":
+    """Serve grpc.health.v1 and reflection beside `services`; all are NOT_SERVING until `Health.set` says otherwise."""
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, grpc_server)
+    reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], grpc_server)
+    return Health(servicer, ["", "readiness", *services])
+
+
+class Health:
+    """The serving state of one server."""
+
+    def __init__(self, servicer: health.aio.HealthServicer, names: Sequence[str]) -> None:
+        self._servicer = servicer
+        self._names = names
+
+    async def set(self, serving: bool) -> None:
+        """Report SERVING or NOT_SERVING for the server and each of its services; "liveness" is always SERVING."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._servicer.set(name, status)
+        await self._servicer.set("liveness", health_pb2.HealthCheckResponse.SERVING)
+
+
+def status_of(error: PdserveError) -> status_pb2.Status:
+    """The error as google.rpc.Status: code, message and details."""
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=str(error))
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain="pdserve")
+    status.details.append(_packed(info))
+    if isinstance(error, InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
+        status.details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+    if isinstance(error, QueueFull):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status
+
+
+def _packed(detail: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+async def abort(context: grpc.aio.ServicerContext, error: PdserveError) -> NoReturn:  # type: ignore[type-arg]
+    """End the call with the error's status and details."""
+    status = rpc_status.to_status(status_of(error))
+    context.set_trailing_metadata(status.trailing_metadata)
+    await context.abort(status.code, status.details)
+    raise AssertionError("abort returned")
+
+
+def error_of(error: grpc.aio.AioRpcError) -> PdserveError:
+    """The typed error behind a failed call; a transport failure is `Unavailable`."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    for detail in status.details if status else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == "pdserve":
+            return from_wire(info.reason, status.message)
+    return Unavailable(f"{error.code().name}: {error.details()}")

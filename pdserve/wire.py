@@ -1,0 +1,71 @@
+"""The vocabulary as internal protobuf messages and back: the only place that knows both."""
+
+from pdserve.errors import PdserveError, from_wire
+from pdserve.internal.v1 import worker_pb2
+from pdserve.request import Candidate, Incarnation, Sampling, Ticket, Token, WorkerId, WorkRequest
+
+
+def request_to_wire(request: WorkRequest) -> worker_pb2.WorkRequest:
+    """A request, every field."""
+    return worker_pb2.WorkRequest(
+        label=request.label,
+        token_ids=request.token_ids,
+        prompt_length=request.prompt_length,
+        temperature=request.sampling.temperature,
+        top_k=request.sampling.top_k,
+        top_p=request.sampling.top_p,
+        min_p=request.sampling.min_p,
+        seed=request.sampling.seed,
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=sorted(request.stop_token_ids),
+        top_logprobs=request.top_logprobs,
+    )
+
+
+def request_from_wire(message: worker_pb2.WorkRequest) -> WorkRequest:
+    """The inverse of `request_to_wire`."""
+    return WorkRequest(
+        label=message.label,
+        token_ids=tuple(message.token_ids),
+        prompt_length=message.prompt_length,
+        sampling=Sampling(message.temperature, message.top_k, message.top_p, message.min_p, message.seed),
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        top_logprobs=message.top_logprobs,
+    )
+
+
+def ticket_to_wire(ticket: Ticket) -> worker_pb2.Ticket:
+    """A ticket, every field."""
+    return worker_pb2.Ticket(worker=ticket.worker, incarnation=ticket.incarnation, counter=ticket.counter)
+
+
+def ticket_from_wire(message: worker_pb2.Ticket) -> Ticket:
+    """The inverse of `ticket_to_wire`."""
+    return Ticket(WorkerId(message.worker), Incarnation(message.incarnation), message.counter)
+
+
+def token_to_wire(token: Token) -> worker_pb2.Token:
+    """A token, every field."""
+    candidates = [worker_pb2.Candidate(token_id=c.token_id, logprob=c.logprob) for c in token.top_logprobs]
+    return worker_pb2.Token(
+        number=token.number, token_id=token.token_id, top_logprobs=candidates, finish=token.finish
+    )
+
+
+def token_from_wire(message: worker_pb2.Token) -> Token:
+    """The inverse of `token_to_wire`."""
+    candidates = tuple(Candidate(c.token_id, c.logprob) for c in message.top_logprobs)
+    return Token(message.number, message.token_id, candidates, message.finish)
+
+
+def failure_to_wire(error: PdserveError) -> worker_pb2.Failure:
+    """A typed error by class name and message."""
+    return worker_pb2.Failure(kind=type(error).__name__, message=str(error))
+
+
+def failure_from_wire(message: worker_pb2.Failure) -> PdserveError:
+    """The inverse of `failure_to_wire`."""
+    return from_wire(message.kind, message.message)
