@@ -1,0 +1,85 @@
+"""The numeric routines that a model is built from, chosen once for a device.
+
+`choose_kernels` returns either the native ones (C, compiled at first use, CPU) or their torch twins (CUDA, or no C compiler).
+The native ones are path-invariant by construction: a row's result does not depend, in any bit, on the other rows of the call. On a CPU
+activations are fp32 whatever the dtype of weights and pages; on CUDA they have the model's dtype.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine import attention, linear, native, ops
+from engine.batch import Batch
+from engine.kv_cache import KvCache
+
+
+class MakeLinear(Protocol):
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> linear.Linear:
+        """Pack weight [out, in] (float32 or bfloat16) once."""
+
+
+class WriteKv(Protocol):
+    def __call__(self, k: Tensor, v: Tensor, cache: KvCache, layer: int, batch: Batch) -> None:
+        """Put k and v, both [T, kv_heads, head_dim] (rows may be strided), into the batch's pages."""
+
+
+class Attend(Protocol):
+    def __call__(self, q: Tensor, cache: KvCache, layer: int, batch: Batch) -> Tensor:
+        """[T, heads, head_dim] to the same; the row at position p sees the keys 0..p; scale head_dim ** -0.5."""
+
+
+class RmsNorm(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight along the last dimension of x [T, n]; weight [n] in the dtype of x."""
+
+
+class SiluMul(Protocol):
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, where gate_up [T, 2 n] is both side by side; gives [T, n]."""
+
+
+class Rotate(Protocol):
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        """Rotary embedding in place of x [T, heads, head_dim], first half against second half; cos and sin [window, head_dim / 2] fp32."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One consistent set; every routine works on tensors of the device that it was chosen for."""
+
+    name: str  # "native" | "torch"
+    exact: bool  # path-invariant by construction
+    linear: MakeLinear
+    write_kv: WriteKv
+    attend: Attend
+    rms_norm: RmsNorm
+    silu_mul: SiluMul
+    rotate: Rotate
+
+
+def choose_kernels(device: torch.device) -> Kernels:
+    """Native ones on a CPU with a C compiler, else torch."""
+    library = native.load() if device.type == "cpu" else None
+    return torch_kernels() if library is None else native_kernels(library)
+
+
+def torch_kernels() -> Kernels:
+    """The twins, for any device."""
+    return Kernels(
+        name="torch",
+        exact=False,
+        linear=linear.TorchLinear,
+        write_kv=attention.torch_write_kv,
+        attend=attention.torch_attend,
+        rms_norm=ops.torch_rms_norm,
+        silu_mul=ops.torch_silu_mul,
+        rotate=ops.torch_rotate,
+    )
+
+
+def native_kernels(library: native.Library) -> Kernels:
+    """Those of the compiled library, for CPU tensors."""
+    raise NotImplementedError

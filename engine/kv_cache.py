@@ -1,0 +1,91 @@
+"""The keys and values of all sequences, in pages.
+
+A page holds `page_tokens` consecutive tokens of one sequence for all layers and is one contiguous piece of memory, so that it moves
+between processes as it lies. The forward pass writes a row's K and V (`Kernels.write_kv`), attention reads them, `read_pages` and
+`write_pages` carry whole pages out and in. Which page belongs to whom is the scheduler's business.
+
+Inside a page, for each layer: K of every KV head as [head_dim][page_tokens], then V of every KV head as [page_tokens][head_dim], so that
+attention runs over neighbouring tokens for the scores and over neighbouring dimensions for the sum, always in groups of 16. In bfloat16 such a
+group lies as 0, 8, 1, 9, ... 7, 15: read as eight 32-bit words, the low halves are elements 0-7 and the high halves 8-15, and one shift or
+one mask makes fp32 of them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.errors import ConfigError
+from pdserve.model_card import KvLayout
+
+PAGE_FORMAT = "groups16"  # KvLayout.page_format of the layout above
+GROUP = 16
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class KvCache:
+    """Room for `num_pages` pages on one device."""
+
+    def __init__(self, layout: KvLayout, num_pages: int, device: torch.device) -> None:
+        """Raises ConfigError for a layout that the kernels cannot hold."""
+        _check(layout)
+        self.layout = layout
+        self.num_pages = num_pages
+        shape = (num_pages, layout.num_layers, 2, layout.num_kv_heads, layout.page_tokens * layout.head_dim)
+        self.pages = torch.zeros(shape, dtype=_DTYPES[layout.dtype], device=device)
+
+    def read_pages(self, page_ids: Sequence[int], out: Tensor) -> int:
+        """Copy pages into `out` (uint8, at least len(page_ids) * page_bytes); returns the number of bytes."""
+        raw, num_bytes = self._as_bytes(page_ids, out)
+        torch.index_select(raw, 0, self._index(page_ids), out=out[:num_bytes].view(len(page_ids), -1))
+        return num_bytes
+
+    def write_pages(self, page_ids: Sequence[int], src: Tensor) -> None:
+        """Copy pages from `src` (uint8), as `read_pages` wrote them."""
+        raw, num_bytes = self._as_bytes(page_ids, src)
+        raw.index_copy_(0, self._index(page_ids), src[:num_bytes].view(len(page_ids), -1).to(raw.device))
+
+    def _as_bytes(self, page_ids: Sequence[int], payload: Tensor) -> tuple[Tensor, int]:
+        num_bytes = len(page_ids) * self.layout.page_bytes
+        if payload.dtype != torch.uint8 or payload.numel() < num_bytes:
+            raise ValueError(
+                f"{len(page_ids)} pages need {num_bytes} bytes of uint8, got {payload.numel()} of {payload.dtype}"
+            )
+        return self.pages.view(self.num_pages, -1).view(torch.uint8), num_bytes
+
+    def _index(self, page_ids: Sequence[int]) -> Tensor:
+        return torch.tensor(list(page_ids), dtype=torch.int64, device=self.pages.device)
+
+
+def to_groups(x: Tensor) -> Tensor:
+    """Order of elements inside a page: the last dimension, a multiple of 16, in groups; bfloat16 groups become pairs."""
+    if x.dtype != torch.bfloat16:
+        return x
+    halves = x.unflatten(-1, (-1, 2, GROUP // 2))
+    return halves.transpose(-1, -2).flatten(-3)
+
+
+def from_groups(x: Tensor) -> Tensor:
+    """Undo `to_groups`."""
+    if x.dtype != torch.bfloat16:
+        return x
+    pairs = x.unflatten(-1, (-1, GROUP // 2, 2))
+    return pairs.transpose(-1, -2).flatten(-3)
+
+
+def place_in_group(index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where `to_groups` puts the elements with these indices."""
+    if dtype != torch.bfloat16:
+        return index
+    return index // GROUP * GROUP + index % (GROUP // 2) * 2 + index % GROUP // (GROUP // 2)
+
+
+def _check(layout: KvLayout) -> None:
+    if layout.dtype not in _DTYPES:
+        raise ConfigError(f"KV dtype must be one of {', '.join(_DTYPES)}, not {layout.dtype}")
+    if layout.page_format != PAGE_FORMAT:
+        raise ConfigError(f"page format must be {PAGE_FORMAT}, not {layout.page_format}")
+    if layout.page_tokens % GROUP or layout.head_dim % GROUP:
+        found = f"{layout.page_tokens} and {layout.head_dim}"
+        raise ConfigError(f"page_tokens and head_dim must be multiples of {GROUP}, not {found}")
