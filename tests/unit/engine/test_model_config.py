@@ -1,0 +1,112 @@
+"""config.json: what is understood, and that everything else is refused in one clear line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.model_config import Llama3Rope, ModelConfig, read_config
+from pdserve.errors import ConfigError
+from tests.toy import toy_config, toy_config_json
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def refusal(folder: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        toy_config(folder, **changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_reads_the_toy_config(tmp_path: Path) -> None:
+    config = toy_config(tmp_path)
+    assert config == ModelConfig("LlamaForCausalLM", 512, 64, 160, 3, 4, 2, 16, 512, 1e-5, 10000.0, None, False, (2,))
+    assert (config.q_size, config.kv_size) == (64, 32)
+
+
+def test_absent_keys_take_the_defaults_of_the_format(tmp_path: Path) -> None:
+    names = ["num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings", "rms_norm_eps", "eos_token_id"]
+    config = toy_config(tmp_path, **dict.fromkeys(names))
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10000.0)
+    assert (config.tie_embeddings, config.rms_eps, config.eos_token_ids) == (False, 1e-6, ())
+
+
+def test_rope_old_and_new_spelling(tmp_path: Path) -> None:
+    scaling = Llama3Rope(32.0, 1.0, 4.0, 8192)
+    assert toy_config(tmp_path, rope_scaling=LLAMA3).rope_scaling == scaling
+    new = toy_config(tmp_path, rope_theta=None, rope_parameters=LLAMA3 | {"rope_theta": 5e5})
+    assert (new.rope_theta, new.rope_scaling) == (5e5, scaling)
+    assert "rope_type" in refusal(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert "factor must be" in refusal(tmp_path, rope_scaling={"rope_type": "llama3"})
+    assert "attention_factor" in refusal(tmp_path, rope_scaling=LLAMA3 | {"attention_factor": 2.0})
+
+
+def test_unsupported_architecture_names_the_supported(tmp_path: Path) -> None:
+    message = refusal(tmp_path, architectures=["MambaForCausalLM"])
+    assert "MambaForCausalLM" in message
+    assert "LlamaForCausalLM" in message
+    assert "architectures" in refusal(tmp_path, architectures=None)
+    assert "architectures" in refusal(tmp_path, architectures=[["x"]])
+
+
+def test_unknown_keys_are_named(tmp_path: Path) -> None:
+    message = refusal(tmp_path, quantization_config={"bits": 4}, logit_softcap=30.0)
+    assert "logit_softcap, quantization_config" in message
+
+
+def test_null_and_irrelevant_keys_pass(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(toy_config_json(use_cache=True, num_beams=4) | {"sliding_window": None})
+    )
+    assert read_config(tmp_path).vocab_size == 512
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("rope_interleaved", True),
+        ("vocab_size", 0),
+        ("vocab_size", True),
+        ("vocab_size", None),
+        ("hidden_size", "64"),
+        ("num_key_value_heads", 3),
+        ("head_dim", 15),
+        ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", float("inf")),
+        ("tie_word_embeddings", 1),
+        ("eos_token_id", 512),
+        ("eos_token_id", "2"),
+        ("rope_scaling", 2.0),
+    ],
+)
+def test_wrong_values_are_named(tmp_path: Path, key: str, value: Any) -> None:
+    assert key in refusal(tmp_path, **{key: value})
+
+
+def test_eos_of_the_generation_config_goes_first(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7, 9]}))
+    assert toy_config(tmp_path).eos_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\ufffd"])
+def test_unreadable_files(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_absent_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(tmp_path)
