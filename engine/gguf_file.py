@@ -2,7 +2,8 @@
 
 The file is mapped once; `GgufFile` reads everything before the tensor data into Python values and leaves the data where
 it is. `gguf.GGUFReader` does the same through one numpy view per element, which takes seconds for a vocabulary of
-49,152 strings, and trusts the lengths it finds; here every length is held against the end of the file before it is used.
+49,152 strings, and trusts the lengths it finds; here every length is held against the end of the file before it is
+used.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -201,8 +202,10 @@ def _map_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a GGUF file: it is empty") from error
 
 
 def _short(value: Value) -> str:

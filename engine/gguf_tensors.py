@@ -82,6 +82,7 @@ def write_weights(source: GgufFile, shape: LlamaShape, target: Path, progress: C
     """
     tensors = _checked(source, shape)
     total, done = sum(_num_bytes(tensor) for tensor in tensors), 0
+    progress(0.0)
     with target.open("wb") as file:
         file.write(_safetensors_header(tensors))
         for tensor in tensors:
