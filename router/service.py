@@ -1,0 +1,279 @@
+"""The public gRPC services of a router.
+
+    Generate: request -> plan (validation) -> tokens (pipeline) -> deltas (Answer) -> the client
+
+Whatever ends a call early (client gone, deadline, stop string, fault) closes the pipeline's generator before anything
+else happens, and with it both legs of the request. `context.write` waits until gRPC has taken the message, and only
+then the next token is asked for: this module holds one token per request, and what a slow client leaves unread stays
+with the pipeline, bounded by the request's `max_tokens`.
+"""
+# ruff: noqa: N802 (gRPC names its methods so)
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol
+
+import grpc.aio
+
+from pdserve import rpc
+from pdserve.errors import DeadlineExceeded, InvalidRequest, PdserveError, ProtocolError
+from pdserve.request import Candidate, Token, WorkRequest
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2_grpc
+from pdserve.v1 import generation_pb2 as pb
+from router import validation
+from router.record import RequestRecord
+from router.text_stream import TextStream
+from router.tokenizer import Piece, TextModel, in_thread_if_long
+from router.validation import Plan, ServedModel
+
+_log = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ModelSource(Protocol):
+    """What is served here."""
+
+    def find(self, name: str) -> ServedModel:
+        """The model of this name, or the only one for "". Raises ModelNotFound; Unavailable while workers lack."""
+        ...
+
+    def all(self) -> Sequence[ServedModel]:
+        """Every model, by name."""
+        ...
+
+
+class Pipeline(Protocol):
+    """The way of a request over the workers."""
+
+    def generate(self, work: WorkRequest, priority: int, record: RequestRecord) -> AsyncGenerator[Token, None]:
+        """Yield the tokens, the last one with `finish`; closing the generator ends the request everywhere.
+
+        Fills in `record` as it goes, also `record.add_token` before each token. Raises PdserveError.
+        """
+        ...
+
+
+class StatusSource(Protocol):
+    """The router's view of the cluster."""
+
+    def status(self) -> cluster_pb2.GetStatusResponse:
+        """Workers and queue, as they are known now."""
+        ...
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """pdserve.v1.GenerationService."""
+
+    def __init__(self, models: ModelSource, pipeline: Pipeline) -> None:
+        self._models = models
+        self._pipeline = pipeline
+
+    # A coroutine that writes, not an async generator: gRPC leaves a cancelled generator to the garbage collector,
+    # and the pages of the request with it.
+    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
+        """Answer with `started` just before the first delta: until then a client may send the request again."""
+        record = RequestRecord(arrived=asyncio.get_running_loop().time())
+        label = request.request_id or secrets.token_hex(8)
+        async with _reporting(context, label), _deadline(context):
+            model = self._models.find(request.model)
+            plan = await in_thread_if_long(validation.prompt_size(request), validation.plan, request, model, label)
+            record.prompt_tokens = plan.work.prompt_length
+            await self._answer(Answer(plan, model), record, context)
+
+    async def _answer(self, answer: "Answer", record: RequestRecord, context: _Context) -> None:
+        last = pb.Delta()
+        plan = answer.plan
+        async with aclosing(self._pipeline.generate(plan.work, plan.priority, record)) as tokens:
+            async for token in tokens:
+                if token.number == 0:
+                    await context.write(pb.GenerateResponse(started=answer.started()))
+                last = answer.delta(token)
+                if answer.finished is not None:
+                    break
+                await context.write(pb.GenerateResponse(delta=last))
+        if answer.finished is None:
+            raise ProtocolError(f"request {plan.work.label!r}: the tokens ended without a reason")
+        record.finished = asyncio.get_running_loop().time()
+        await context.write(pb.GenerateResponse(delta=last))
+        await context.write(pb.GenerateResponse(finished=_finished(answer.finished, record)))
+
+    async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:
+        """One model."""
+        async with _reporting(context, "GetModel"):
+            return pb.GetModelResponse(model=_model(self._models.find(request.model)))
+
+    async def ListModels(
+        self,
+        request: pb.ListModelsRequest,  # noqa: ARG002
+        context: _Context,
+    ) -> pb.ListModelsResponse:
+        """All models."""
+        async with _reporting(context, "ListModels"):
+            return pb.ListModelsResponse(models=map(_model, self._models.all()))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
+        """Tokens of a text or chat; offsets of a chat count in the text that its template makes of it."""
+        async with _reporting(context, "Tokenize"):
+            text = self._models.find(request.model).text
+            pieces = await in_thread_if_long(validation.prompt_size(request), _pieces, request, text)
+            return pb.TokenizeResponse(tokens=[_token_piece(piece) for piece in pieces])
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
+        """The text of token ids, special tokens included: what Tokenize took apart comes back whole."""
+        async with _reporting(context, "Detokenize"):
+            model = self._models.find(request.model)
+            validation.check_token_ids("token_ids", request.token_ids, model.card.vocab_size)
+            ids = list(request.token_ids)
+            text = await in_thread_if_long(len(ids), model.text.decode, ids, skip_special_tokens=False)
+            return pb.DetokenizeResponse(text=text)
+
+
+class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
+    """pdserve.v1.ClusterService."""
+
+    def __init__(self, source: StatusSource) -> None:
+        self._source = source
+
+    async def GetStatus(
+        self,
+        request: cluster_pb2.GetStatusRequest,  # noqa: ARG002
+        context: _Context,
+    ) -> cluster_pb2.GetStatusResponse:
+        """The cluster as this router sees it."""
+        async with _reporting(context, "GetStatus"):
+            return self._source.status()
+
+
+class Answer:
+    """What the client is told, token by token.
+
+    The ids of a stop string's tokens are sent, its text is not. A token that ends the completion as end-of-sequence has
+    an id and no text; a stop token id keeps its text.
+    """
+
+    def __init__(self, plan: Plan, model: ServedModel) -> None:
+        self.plan = plan
+        self.finished: pb.Finished | None = None  # set by the token that ends the completion
+        self._model = model
+        self._text = TextStream(model.text, plan.stop)
+
+    def started(self) -> pb.Started:
+        """What a client keeps to resume."""
+        work, card = self.plan.work, self._model.card
+        return pb.Started(
+            request_id=work.label,
+            model=card.name,
+            seed=work.sampling.seed,
+            model_fingerprint=card.fingerprint,
+            prompt_tokens=work.prompt_length,
+            exact=card.exact,
+        )
+
+    def delta(self, token: Token) -> pb.Delta:
+        """The token's delta; the last one carries all text that was withheld."""
+        delta = pb.Delta(token_number=token.number, text=self._advance(token), token_ids=[token.token_id])
+        if self.plan.work.top_logprobs:
+            delta.top_logprobs.append(_top_logprobs(token.top_logprobs, self._model.text))
+        return delta
+
+    def _advance(self, token: Token) -> str:
+        is_eos = token.finish == "stop_token" and token.token_id in self.plan.eos_token_ids
+        text, matched = "", None
+        if not is_eos:
+            step = self._text.push(token.token_id)
+            text, matched = step.text, step.matched
+        if token.finish and matched is None:
+            step = self._text.finish()
+            text, matched = text + step.text, step.matched
+        if matched is not None:
+            self.finished = _stopped(pb.StopMatch(stop_string=matched))
+        elif token.finish:
+            self.finished = self._ending(token, is_eos)
+        return text
+
+    def _ending(self, token: Token, is_eos: bool) -> pb.Finished:
+        if is_eos:
+            return _stopped(pb.StopMatch(eos_token_id=token.token_id))
+        if token.finish == "stop_token":
+            return _stopped(pb.StopMatch(stop_token_id=token.token_id))
+        match = pb.StopMatch(max_tokens=self.plan.work.max_tokens)
+        if self.plan.window_limited:
+            match = pb.StopMatch(context_window=self.plan.window)
+        return pb.Finished(finish_reason=pb.FINISH_REASON_LENGTH, stop_match=match)
+
+
+@asynccontextmanager
+async def _reporting(context: _Context, label: str) -> AsyncIterator[None]:
+    """The root of every call: an error becomes status and details; an unforeseen one is logged and INTERNAL."""
+    try:
+        yield
+    except PdserveError as error:
+        await rpc.abort(context, error)
+    except Exception:
+        _log.exception("request %r failed", label)
+        await rpc.abort(context, PdserveError(f"request {label!r}: internal error; the router's log has more"))
+
+
+@asynccontextmanager
+async def _deadline(context: _Context) -> AsyncIterator[None]:
+    """Raise DeadlineExceeded, after everything inside was cleaned up, when the client's deadline passes."""
+    scope = asyncio.timeout(context.time_remaining())
+    try:
+        async with scope:
+            yield
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise DeadlineExceeded("the client's deadline passed; allow more time or ask for fewer tokens") from None
+
+
+def _stopped(match: pb.StopMatch) -> pb.Finished:
+    return pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_match=match)
+
+
+def _finished(finished: pb.Finished, record: RequestRecord) -> pb.Finished:
+    finished.usage.CopyFrom(record.usage())
+    finished.timings.CopyFrom(record.timings())
+    finished.workers.CopyFrom(record.workers())
+    return finished
+
+
+def _top_logprobs(candidates: Sequence[Candidate], text: TextModel) -> pb.TopLogprobs:
+    return pb.TopLogprobs(
+        candidates=[
+            pb.TokenLogprob(token_id=one.token_id, logprob=one.logprob, text=text.token_text(one.token_id))
+            for one in candidates
+        ]
+    )
+
+
+def _model(model: ServedModel) -> pb.Model:
+    card = model.card
+    return pb.Model(
+        name=card.name,
+        fingerprint=card.fingerprint,
+        vocab_size=card.vocab_size,
+        context_window=card.window,
+        eos_token_ids=card.eos_token_ids,
+        dtype=card.kv_layout.dtype,
+        exact=card.exact,
+        has_chat_template=model.text.has_chat_template,
+    )
+
+
+def _pieces(request: pb.TokenizeRequest, text: TextModel) -> list[Piece]:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return text.pieces(request.text)
+        case "chat":
+            return text.chat_pieces(validation.chat_messages(request.chat))
+        case _:
+            raise InvalidRequest("prompt", "is not set; send text or chat")
+
+
+def _token_piece(piece: Piece) -> pb.TokenPiece:
+    return pb.TokenPiece(id=piece.id, piece=piece.piece, start=piece.start, end=piece.end)

@@ -1,0 +1,208 @@
+"""A public request -> a plan, or InvalidRequest that names the field and says what is allowed.
+
+Cheap checks come before the prompt is tokenized. Defaults are those of the comments in generation.proto.
+`plan` is pure; it may run in a thread when the prompt is long.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.errors import InvalidRequest
+from pdserve.model_card import ModelCard
+from pdserve.request import Sampling, WorkRequest
+from pdserve.v1 import generation_pb2 as pb
+from router.chat import ROLES, Message
+from router.tokenizer import TextModel
+
+MAX_TEMPERATURE = 100
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LABEL_CHARACTERS = 256
+DEFAULT_MAX_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that some workers serve: their card, its text side, and the room that its workers have."""
+
+    card: ModelCard
+    text: TextModel
+    max_request_tokens: int  # prompt and completion together, that an idle worker has pages for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request that can be served."""
+
+    work: WorkRequest
+    stop: tuple[str, ...]  # stop strings; workers know nothing of them
+    priority: int  # lower is served first
+    eos_token_ids: frozenset[int]  # those that end this completion: empty with ignore_eos
+    window: int
+    window_limited: bool  # the window cut max_tokens
+
+
+@dataclass(frozen=True)
+class _Stopping:
+    max_tokens: int
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    ignore_eos: bool
+
+
+def plan(request: pb.GenerateRequest, model: ServedModel, label: str) -> Plan:
+    """Check everything and fill in the defaults. Raises InvalidRequest."""
+    card = model.card
+    check_label(label)
+    sampling, stopping = _sampling(request.sampling), _stopping(request.stopping, model)
+    top_logprobs = _within("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    prompt = _fitted_prompt(request, model)
+    max_tokens = min(stopping.max_tokens, card.window - len(prompt))
+    _check_pages(len(prompt), max_tokens, model.max_request_tokens)
+    eos_token_ids = frozenset() if stopping.ignore_eos else frozenset(card.eos_token_ids)
+    work = WorkRequest(
+        label=label,
+        token_ids=prompt,
+        prompt_length=len(prompt),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        min_tokens=min(stopping.min_tokens, max_tokens),
+        stop_token_ids=stopping.stop_token_ids | eos_token_ids,
+        top_logprobs=top_logprobs,
+    )
+    limited = max_tokens < stopping.max_tokens
+    return Plan(work, stopping.stop, request.priority, eos_token_ids, card.window, limited)
+
+
+def check_label(label: str) -> None:
+    """Labels go into logs."""
+    if len(label) > MAX_LABEL_CHARACTERS:
+        raise InvalidRequest("request_id", f"has {len(label)} characters; at most {MAX_LABEL_CHARACTERS}")
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Every id must be inside the vocabulary."""
+    if token_ids and max(token_ids) >= vocab_size:
+        index = next(index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        problem = f"{token_ids[index]} is outside the vocabulary; must be 0 to {vocab_size - 1}"
+        raise InvalidRequest(f"{field}[{index}]", problem)
+
+
+def chat_messages(chat: pb.Chat) -> list[Message]:
+    """The messages, when their roles are known."""
+    if not chat.messages:
+        raise InvalidRequest("chat.messages", "is empty; send at least one message")
+    for index, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            problem = f"{message.role!r} is unknown; must be one of {', '.join(ROLES)}"
+            raise InvalidRequest(f"chat.messages[{index}].role", problem)
+    return [Message(message.role, message.content) for message in chat.messages]
+
+
+def prompt_size(request: pb.GenerateRequest | pb.TokenizeRequest) -> int:
+    """How much there is to tokenize or to look through."""
+    if request.WhichOneof("prompt") == "chat":
+        return sum(len(message.content) for message in request.chat.messages)
+    ids = len(request.token_ids.ids) if isinstance(request, pb.GenerateRequest) else 0
+    return len(request.text) + ids
+
+
+def _sampling(sampling: pb.Sampling) -> Sampling:
+    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
+    top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
+    _require(0 <= temperature <= MAX_TEMPERATURE, "sampling.temperature", temperature, f"0 to {MAX_TEMPERATURE}")
+    _require(0 < top_p <= 1, "sampling.top_p", top_p, "more than 0, and at most 1")
+    _require(0 <= sampling.min_p <= 1, "sampling.min_p", sampling.min_p, "0 to 1")
+    _require(sampling.top_k >= 0, "sampling.top_k", sampling.top_k, "at least 0 (0: all tokens)")
+    seed = sampling.seed if sampling.HasField("seed") else secrets.randbits(63)
+    return Sampling(temperature=temperature, top_k=sampling.top_k, top_p=top_p, min_p=sampling.min_p, seed=seed)
+
+
+def _stopping(stopping: pb.Stopping, model: ServedModel) -> _Stopping:
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    _require(max_tokens >= 1, "stopping.max_tokens", max_tokens, "at least 1")
+    _within("stopping.min_tokens", stopping.min_tokens, 0, max_tokens)
+    _check_stop_strings(stopping.stop, model.text)
+    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        problem = f"has {len(stopping.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}"
+        raise InvalidRequest("stopping.stop_token_ids", problem)
+    check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, model.card.vocab_size)
+    return _Stopping(
+        max_tokens=max_tokens,
+        min_tokens=stopping.min_tokens,
+        stop=tuple(stopping.stop),
+        stop_token_ids=frozenset(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+    )
+
+
+def _check_stop_strings(stop: Sequence[str], text: TextModel) -> None:
+    if stop and text.tokenizer is None:
+        raise InvalidRequest("stopping.stop", "this model has no tokenizer; use stop_token_ids")
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest("stopping.stop", f"has {len(stop)} entries; at most {MAX_STOP_STRINGS}")
+    for index, string in enumerate(stop):
+        if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
+            problem = f"has {len(string)} characters; must have 1 to {MAX_STOP_CHARACTERS}"
+            raise InvalidRequest(f"stopping.stop[{index}]", problem)
+
+
+def _fitted_prompt(request: pb.GenerateRequest, model: ServedModel) -> tuple[int, ...]:
+    """The prompt's last `truncate_prompt_tokens` tokens; they must leave room for one token in the window."""
+    keep = request.truncate_prompt_tokens
+    if request.HasField("truncate_prompt_tokens"):
+        _require(keep >= 1, "truncate_prompt_tokens", keep, "at least 1")
+    field, token_ids = _prompt(request, model)
+    if not token_ids:
+        raise InvalidRequest(field, "the prompt is empty; it must have at least one token")
+    prompt = tuple(token_ids[-keep:])  # all of them when keep is unset, which reads as 0
+    longest = model.card.window - 1
+    if len(prompt) > longest:
+        problem = (
+            f"the prompt has {len(prompt)} tokens, but the context window of {model.card.window} leaves room "
+            f"for at most {longest}; shorten it or set truncate_prompt_tokens to 1 to {longest}"
+        )
+        raise InvalidRequest(field, problem)
+    return prompt
+
+
+def _prompt(request: pb.GenerateRequest, model: ServedModel) -> tuple[str, Sequence[int]]:
+    """Field name and tokens of the prompt, whatever it is made of."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return "text", model.text.encode(request.text) if request.text else []
+        case "chat":
+            return "chat", model.text.encode_chat(chat_messages(request.chat))
+        case "token_ids":
+            check_token_ids("token_ids.ids", request.token_ids.ids, model.card.vocab_size)
+            return "token_ids.ids", request.token_ids.ids
+        case _:
+            raise InvalidRequest("prompt", "is not set; send one of text, token_ids, chat")
+
+
+def _check_pages(prompt_tokens: int, max_tokens: int, max_request_tokens: int) -> None:
+    if prompt_tokens + max_tokens <= max_request_tokens:
+        return
+    room = max_request_tokens - prompt_tokens
+    problem = (
+        f"{prompt_tokens} prompt tokens and {max_tokens} completion tokens can never fit: the workers have pages for "
+        f"{max_request_tokens} tokens; "
+    )
+    if room < 1:
+        raise InvalidRequest("prompt", problem + f"the prompt must have at most {max_request_tokens - 1}")
+    raise InvalidRequest("stopping.max_tokens", problem + f"must be 1 to {room} for this prompt")
+
+
+def _within(field: str, value: int, lowest: int, highest: int) -> int:
+    _require(lowest <= value <= highest, field, value, f"{lowest} to {highest}")
+    return value
+
+
+def _require(allowed: bool, field: str, value: float, wanted: str) -> None:
+    if not allowed:  # comparisons with NaN are never true, so NaN ends here too
+        shown = value if isinstance(value, int) else f"{value:.7g}"
+        raise InvalidRequest(field, f"{shown} is not allowed; must be {wanted}")
