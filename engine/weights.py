@@ -88,7 +88,7 @@ def weights_hash(weights: Weights) -> str:
     for name in sorted(weights):
         tensor = weights[name].detach().contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -60,7 +60,7 @@ def toy_config(folder: Path, **changes: Any) -> ModelConfig:
 
 
 def _write_shards(folder: Path, weights: Weights, num_shards: int) -> None:
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index in range(num_shards):
         shard = f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors"
         part = {name: weights[name] for name in sorted(weights)[index::num_shards]}
