@@ -86,7 +86,8 @@ class TextModel:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a chat prompt; its special tokens come from the template alone. Raises InvalidRequest."""
-        return list(self._required().encode(self.render_chat(messages), add_special_tokens=False).ids)
+        text = self.render_chat(messages)
+        return list(self._required().encode(text, add_special_tokens=False).ids)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The prompt text of a chat. Raises InvalidRequest."""

@@ -1,0 +1,53 @@
+"""Who may try next."""
+
+import asyncio
+
+import pytest
+
+from pdserve.errors import QueueFull
+from router.waiting_room import WaitingRoom
+
+
+async def test_lower_priority_numbers_go_first_then_age() -> None:
+    room = WaitingRoom(10)
+    late, early_low, first = room.enter(5), room.enter(5), room.enter(0)
+    order = []
+    for _ in range(3):
+        seat = next(seat for seat in (late, early_low, first) if not seat.has_left and room.is_first(seat))
+        order.append(seat)
+        room.leave(seat)
+    assert order == [first, late, early_low]
+
+
+async def test_a_full_room_says_when_to_try_again() -> None:
+    room = WaitingRoom(2)
+    room.enter(0)
+    seat = room.enter(0)
+    with pytest.raises(QueueFull, match="2 requests wait already") as caught:
+        room.enter(-1)
+    assert caught.value.retry_after_s > 0
+    room.leave(seat)
+    room.enter(0)
+
+
+async def test_only_the_first_gets_a_turn_and_a_leaver_lets_the_next_in() -> None:
+    room = WaitingRoom(10)
+    first, second = room.enter(0), room.enter(0)
+    turn = asyncio.create_task(room.turn(second))
+    await room.turn(first)
+    room.poke()
+    await asyncio.sleep(0)
+    assert not turn.done()
+    room.leave(first)
+    await asyncio.wait_for(turn, 1)
+
+
+async def test_a_newcomer_of_higher_priority_overtakes_one_who_waits_for_room() -> None:
+    room = WaitingRoom(10)
+    waiting = room.enter(1)
+    await room.turn(waiting)
+    urgent = room.enter(0)
+    await asyncio.wait_for(room.turn(urgent), 1)
+    assert not room.is_first(waiting)
+    room.leave(urgent)
+    await asyncio.wait_for(room.turn(waiting), 1)
