@@ -1,0 +1,31 @@
+"""A decode worker in this process."""
+
+from cluster.engine_thread import EngineThread
+from cluster.worker_node import WorkerServer, link_config, load, own_end
+from decode_worker.commands import StepUpdate
+from decode_worker.service import DecodeServicer, Receiver
+from decode_worker.worker import DecodeWorker
+from pdserve.config import NodeConfig
+from pdserve.internal.v1 import decode_pb2_grpc, link_pb2_grpc
+
+SERVICES = ("pdserve.internal.v1.DecodeService", "pdserve.internal.v1.LinkService")
+
+
+async def serve_decode(config: NodeConfig) -> None:
+    """Load, serve, register; returns or raises when the worker is of no use any more."""
+    engine = load(config)
+    own = own_end(config, engine)
+    worker = DecodeWorker(engine, own.worker, own.incarnation, config.cluster.max_batch)
+    servicer = DecodeServicer(worker.submit)
+    thread: EngineThread[StepUpdate] = EngineThread(worker, servicer.deliver)
+    links = make_receive_links(own, link_config(config), config.cluster.device)
+    server = WorkerServer(config, "decode", own)
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc)
+    link_pb2_grpc.add_LinkServiceServicer_to_server(links.servicer, server.grpc)
+    receiver = Receiver(worker.submit, worker.is_live, links)
+    thread.start()
+    try:
+        await server.run(thread, SERVICES, [thread.ended, links.fatal, receiver.run()])
+    finally:
+        await links.close()
+        await thread.stop()

@@ -1,0 +1,75 @@
+"""A router in this process: text in, text out, over the workers that the registry names."""
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+
+from cluster.registry import RegistryMembership
+from pdserve import rpc
+from pdserve.config import NodeConfig
+from pdserve.v1 import cluster_pb2_grpc, generation_pb2_grpc
+from router.directory import Directory
+from router.dispatch import Dispatcher
+from router.models import Models, Status
+from router.pipeline import Pipeline
+from router.service import ClusterServicer, GenerationServicer
+from router.tokenizer import TextModel
+from router.waiting_room import WaitingRoom
+
+_log = logging.getLogger(__name__)
+SERVICES = ("pdserve.v1.GenerationService", "pdserve.v1.ClusterService")
+DRAIN_LIMIT_S = 10.0
+
+
+async def serve_router(config: NodeConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then let running requests finish within a limit."""
+    cluster = config.cluster
+    text = TextModel(Path(config.model_dir))
+    room = WaitingRoom(cluster.queue_limit)
+    health_changed = asyncio.Event()
+
+    def changed() -> None:
+        room.poke()
+        health_changed.set()
+
+    directory = Directory(RegistryMembership(config.redis_url, config.namespace), cluster.stuck_after_s, changed)
+    pipeline = Pipeline(Dispatcher(directory, room, cluster.chunk_tokens))
+    server = rpc.server()
+    generation = GenerationServicer(Models(cluster.name, text, directory), pipeline)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
+    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterServicer(Status(directory, room, pipeline)), server)
+    health = rpc.add_health_and_reflection(server, SERVICES)
+    port = rpc.listen(server, cluster.host, cluster.grpc_port)
+    await server.start()
+    _log.info("router serves on %s:%d", cluster.host, port)
+    following = asyncio.create_task(directory.run())
+    reporting = asyncio.create_task(_report_health(health, directory, health_changed))
+    try:
+        await _told_to_stop(following)
+        await health.set(serving=False)
+        await server.stop(DRAIN_LIMIT_S)
+    finally:
+        following.cancel()
+        reporting.cancel()
+        await asyncio.gather(following, reporting, return_exceptions=True)
+
+
+async def _told_to_stop(following: asyncio.Task[None]) -> None:
+    """Wait for a signal; a directory that fails ends the router."""
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    waiting = asyncio.create_task(told.wait())
+    await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if following.done():
+        following.result()
+
+
+async def _report_health(health: rpc.Health, directory: Directory, changed: asyncio.Event) -> None:
+    """SERVING exactly while some prefill worker reaches some decode worker."""
+    while True:
+        await health.set(serving=directory.is_serving)
+        changed.clear()
+        await changed.wait()

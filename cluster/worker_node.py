@@ -1,0 +1,84 @@
+"""What both worker roles share: loading the engine, serving, registering, and ending together."""
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from cluster.registry import Registration
+from engine.load import Engine, EngineConfig, load_engine
+from pdserve import rpc
+from pdserve.config import NodeConfig
+from pdserve.internal.v1 import worker_pb2_grpc
+from pdserve.membership import Role, WorkerInfo
+from pdserve.request import Incarnation, WorkerId
+from pdserve.vitals import VitalsSource, WatchServicer
+from transport.base import LinkConfig, Own
+
+_log = logging.getLogger(__name__)
+WORKER_SERVICE = "pdserve.internal.v1.WorkerService"
+
+
+def load(config: NodeConfig) -> Engine:
+    """The engine of this worker; takes seconds."""
+    cluster = config.cluster
+    return load_engine(
+        EngineConfig(
+            model_path=config.model_dir,
+            name=cluster.name,
+            dtype=cluster.dtype,
+            device=cluster.device,
+            num_pages=cluster.num_pages,
+            threads=cluster.threads,
+            fast=cluster.fast,
+        )
+    )
+
+
+def own_end(config: NodeConfig, engine: Engine) -> Own:
+    """This incarnation, drawn anew at every start."""
+    return Own(WorkerId(config.worker_id), Incarnation(uuid.uuid4().hex), engine.card)
+
+
+def link_config(config: NodeConfig) -> LinkConfig:
+    """How this cluster makes links."""
+    cluster = config.cluster
+    return LinkConfig(backend=cluster.backend, slot_bytes=cluster.slot_bytes, host=cluster.host)
+
+
+class WorkerServer:
+    """The gRPC server of one worker, from its start to the end of what keeps it alive."""
+
+    def __init__(self, config: NodeConfig, role: Role, own: Own) -> None:
+        self._config = config
+        self._role = role
+        self._own = own
+        self.grpc = rpc.server()
+
+    async def run(
+        self, vitals: VitalsSource, services: Sequence[str], parts: Sequence[Coroutine[Any, Any, Any]]
+    ) -> None:
+        """Serve and be registered until one of `parts` ends or fails; they all end with it."""
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WatchServicer(self._own.incarnation, vitals), self.grpc)
+        health = rpc.add_health_and_reflection(self.grpc, [WORKER_SERVICE, *services])
+        port = rpc.listen(self.grpc, self._config.cluster.host, 0)
+        await self.grpc.start()
+        await health.set(serving=True)
+        info = self._info(port)
+        _log.info("%s %s serves on %s", info.id, info.incarnation, info.address)
+        tasks = [asyncio.ensure_future(part) for part in parts]
+        try:
+            async with Registration(self._config.redis_url, self._config.namespace, info):
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                _log.error("%s ends: %s", info.id, task.result())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await self.grpc.stop(grace=0)
+
+    def _info(self, port: int) -> WorkerInfo:
+        address = f"{self._config.cluster.host}:{port}"
+        return WorkerInfo(self._own.worker, self._role, self._own.incarnation, address, os.getpid(), self._own.card)

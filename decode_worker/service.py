@@ -1,0 +1,119 @@
+"""The gRPC face of a decode worker: one bidirectional stream per router, and the receiving end of its links.
+
+Commands of a stream are submitted in order. When the stream ends, however it ends, all its tickets end with it.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import grpc.aio
+
+from decode_worker.commands import Command, Decode, GaveUp, Landed, Release, Reserve, StepUpdate, StreamGone
+from decode_worker.outbox import Event, Outbox
+from pdserve.errors import LinkDown, ProtocolError, Unavailable
+from pdserve.handover import PageRun
+from pdserve.internal.v1 import decode_pb2, decode_pb2_grpc
+from pdserve.wire import request_from_wire, ticket_from_wire, token_from_wire
+from transport.base import Offer, ReceiveLinks
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Turns a router's stream into commands, and the engine's updates into messages."""
+
+    def __init__(self, submit: Callable[[Command], None]) -> None:
+        self._submit = submit
+        self._numbers = itertools.count()
+        self._outboxes: dict[int, Outbox] = {}
+
+    async def Connect(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[decode_pb2.ConnectRequest],
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    ) -> AsyncIterator[decode_pb2.ConnectResponse]:
+        """Serve one router; see decode.proto."""
+        stream = next(self._numbers)
+        outbox = self._outboxes[stream] = Outbox()
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        try:
+            async for message in _until(reader, outbox):
+                yield message
+        finally:
+            reader.cancel()
+            del self._outboxes[stream]
+            self._submit(StreamGone(stream))
+
+    async def _read(self, stream: int, requests: AsyncIterator[decode_pb2.ConnectRequest]) -> None:
+        async for request in requests:
+            self._submit(_command(stream, request))
+
+    def deliver(self, update: StepUpdate) -> None:
+        """Take an update of the engine, on the event loop."""
+        events: list[Event] = [*update.reserved, *update.emitted, *update.failed]
+        for event in events:
+            if event.stream in self._outboxes:
+                self._outboxes[event.stream].add(event)
+
+
+async def _until(reader: asyncio.Task[None], outbox: Outbox) -> AsyncIterator[decode_pb2.ConnectResponse]:
+    """Messages of the outbox until the router closes its half of the stream."""
+    while not reader.done():
+        taker = asyncio.create_task(outbox.take())
+        await asyncio.wait((reader, taker), return_when=asyncio.FIRST_COMPLETED)
+        if taker.done():
+            yield taker.result()
+        taker.cancel()
+    reader.result()  # a malformed command ends the stream with its error
+
+
+def _command(stream: int, request: decode_pb2.ConnectRequest) -> Command:
+    match request.WhichOneof("command"):
+        case "reserve":
+            return Reserve(stream, request.reserve.call, request_from_wire(request.reserve.request))
+        case "decode":
+            return Decode(stream, ticket_from_wire(request.decode.ticket), token_from_wire(request.decode.first))
+        case "release":
+            return Release(ticket_from_wire(request.release.ticket))
+        case _:
+            raise ProtocolError("a command of a kind this worker does not know")
+
+
+class Receiver:
+    """Brings what links offer to the engine."""
+
+    def __init__(self, submit: Callable[[Command], None], is_live: Callable[[int], bool], links: ReceiveLinks) -> None:
+        self._submit = submit
+        self._is_live = is_live
+        self._links = links
+
+    async def run(self) -> None:
+        """Serve offers and ends until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_ends())
+            async for offer in self._links.offers():
+                group.create_task(self._receive(offer))
+
+    async def _receive(self, offer: Offer) -> None:
+        try:
+            run = PageRun.unpack(offer.meta)
+        except ProtocolError as error:
+            offer.scrap(str(error))
+            return
+        if not self._is_live(run.counter):
+            offer.scrap("the ticket is dead")
+            return
+        offer.land()
+        try:
+            slot = await offer.landed  # bounded by the link's own operation timeout
+        except LinkDown:
+            return  # prefill knows it too, and its call tells the router
+        if slot is not None:
+            self._submit(Landed(run, slot))
+
+    async def _watch_ends(self) -> None:
+        async for meta, aborted in self._links.ends():
+            with suppress(ProtocolError):  # an end that names no ticket ends none
+                counter = PageRun.unpack(meta).counter
+                if aborted:
+                    self._submit(GaveUp(counter, Unavailable(f"prefill gave up: {aborted}")))

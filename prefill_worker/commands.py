@@ -1,0 +1,98 @@
+"""What goes into a prefill worker's engine and what comes out of it: plain data.
+
+The asyncio side submits commands; the engine's thread answers with one `StepUpdate` per step.
+"""
+
+from dataclasses import dataclass, field
+
+from pdserve.errors import PdserveError
+from pdserve.request import Ticket, Token, WorkRequest
+from transport.base import SendLink, SendSlot
+
+
+@dataclass(frozen=True)
+class Start:
+    """Compute this prompt; with a ticket, push its pages over the link."""
+
+    call: int  # names the prefill call, unique in this process
+    request: WorkRequest
+    ticket: Ticket | None = None
+    link: SendLink | None = None
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Forget the call in whatever state it is; a second time is no error."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class PushEnded:
+    """One payload landed, was scrapped, or was lost with its link: a slot may be free again."""
+
+    call: int
+    problem: PdserveError | None = None
+
+
+Command = Start | Cancel | PushEnded
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The first token of a call, and how many prompt tokens were computed for it."""
+
+    call: int
+    token: Token
+    computed_tokens: int
+
+
+@dataclass(frozen=True)
+class Push:
+    """A packed payload: to be announced in the order of the updates."""
+
+    call: int
+    link: SendLink
+    slot: SendSlot
+    num_bytes: int
+    meta: bytes
+
+
+@dataclass(frozen=True)
+class Done:
+    """Decode has all the KV of this call; its pages are free here."""
+
+    call: int
+    kv_bytes: int
+    payloads: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The call ended with an error; its pages are free here."""
+
+    call: int
+    error: PdserveError
+
+
+@dataclass(frozen=True)
+class Ended:
+    """To be told to decode: the ticket's payloads are complete, or prefill gave up."""
+
+    link: SendLink
+    meta: bytes
+    aborted: str = ""
+
+
+@dataclass
+class StepUpdate:
+    """All that one step brought."""
+
+    sampled: list[Sampled] = field(default_factory=list)
+    pushes: list[Push] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.sampled or self.pushes or self.done or self.failed or self.ended)

@@ -1,0 +1,101 @@
+"""The gRPC face of a prefill worker: one call per request, open until decode has all the KV.
+
+Leaving the call for any reason (router gone, cancelled, failed) submits `Cancel`: the engine frees its pages.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc.aio
+
+from pdserve import rpc
+from pdserve.errors import LinkDown, PdserveError, UnknownTicket
+from pdserve.internal.v1 import prefill_pb2, prefill_pb2_grpc
+from pdserve.request import Ticket
+from pdserve.wire import request_from_wire, ticket_from_wire, token_to_wire
+from prefill_worker.commands import Cancel, Command, Done, Failed, Push, PushEnded, Sampled, Start, StepUpdate
+from transport.base import SendLink, SendLinks
+
+LINK_WAIT_S = 3.0  # a decode worker that has just registered gets its link within this time
+
+_Event = Sampled | Done | Failed
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Turns calls into commands, and the engine's updates into answers and payloads."""
+
+    def __init__(self, submit: Callable[[Command], None], links: SendLinks) -> None:
+        self._submit = submit
+        self._links = links
+        self._numbers = itertools.count()
+        self._events: dict[int, asyncio.Queue[_Event]] = {}
+        self._pushes: set[asyncio.Task[None]] = set()
+
+    async def Prefill(  # type: ignore[override]
+        self,
+        request: prefill_pb2.PrefillRequest,
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        """Serve one call; see prefill.proto."""
+        number = next(self._numbers)
+        events = self._events[number] = asyncio.Queue()
+        try:
+            ticket = ticket_from_wire(request.ticket) if request.HasField("ticket") else None
+            link = await self._link(ticket) if ticket else None
+            self._submit(Start(number, request_from_wire(request.request), ticket, link))
+            async for response in _responses(events):
+                yield response
+        except PdserveError as error:
+            await rpc.abort(context, error)
+        finally:
+            del self._events[number]
+            self._submit(Cancel(number))
+
+    async def _link(self, ticket: Ticket) -> SendLink:
+        await self._links.wait_up(ticket.worker, LINK_WAIT_S)
+        return self._links.link(ticket.worker, ticket.incarnation)
+
+    def deliver(self, update: StepUpdate) -> None:
+        """Take an update of the engine, on the event loop."""
+        for order in update.pushes:
+            self._announce(order)
+        events: list[_Event] = [*update.sampled, *update.done, *update.failed]
+        for event in events:
+            if event.call in self._events:
+                self._events[event.call].put_nowait(event)
+        for ended in update.ended:
+            ended.link.end(ended.meta, ended.aborted)
+
+    def _announce(self, order: Push) -> None:
+        """Announce now, in the order of the updates; report from a task when the payload has landed."""
+        try:
+            landed = order.link.push(order.slot, order.num_bytes, order.meta)
+        except LinkDown as error:
+            self._submit(PushEnded(order.call, error))
+            return
+        task = asyncio.create_task(self._report(order.call, landed))
+        self._pushes.add(task)
+        task.add_done_callback(self._pushes.discard)
+
+    async def _report(self, call: int, landed: Awaitable[bool]) -> None:
+        problem: PdserveError | None = None
+        try:
+            if not await landed:  # bounded by the link's own operation timeout
+                problem = UnknownTicket("decode scrapped a payload: the ticket is dead")
+        except LinkDown as error:
+            problem = error
+        self._submit(PushEnded(call, problem))
+
+
+async def _responses(events: asyncio.Queue[_Event]) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+    while True:
+        match await events.get():  # ends with the call: the engine answers, or the router cancels
+            case Sampled(_, token, computed):
+                sampled = prefill_pb2.Sampled(token=token_to_wire(token), computed_tokens=computed)
+                yield prefill_pb2.PrefillResponse(sampled=sampled)
+            case Done(_, kv_bytes, payloads):
+                yield prefill_pb2.PrefillResponse(pushed=prefill_pb2.Pushed(kv_bytes=kv_bytes, payloads=payloads))
+                return
+            case Failed(_, error):
+                raise error

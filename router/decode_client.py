@@ -1,0 +1,152 @@
+"""A router's side of a decode worker: one bidirectional stream for all its requests.
+
+    reserve ──> Ticket ──(the prefill worker pushes)──> decode ──> tokens, numbered without a gap
+    leaving `reserve`'s block for any reason releases the ticket
+
+When the stream breaks, every open reservation and every token queue fails at once with `WorkerLost`.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc.aio
+
+from pdserve.errors import PdserveError, ProtocolError, WorkerLost
+from pdserve.internal.v1 import decode_pb2, decode_pb2_grpc
+from pdserve.request import Ticket, Token, WorkerId, WorkRequest
+from pdserve.wire import (
+    failure_from_wire,
+    request_to_wire,
+    ticket_from_wire,
+    ticket_to_wire,
+    token_from_wire,
+    token_to_wire,
+)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One token, and the forward passes in which the request has had a row so far."""
+
+    token: Token
+    num_steps: int
+
+
+_Item = Decoded | PdserveError
+
+
+class DecodeClient:
+    """The stream to one incarnation of a decode worker; `run` must be running."""
+
+    def __init__(self, worker: WorkerId, channel: grpc.aio.Channel) -> None:
+        self._worker = worker
+        self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self._commands: asyncio.Queue[decode_pb2.ConnectRequest] = asyncio.Queue()
+        self._numbers = itertools.count()
+        self._reservations: dict[int, asyncio.Future[Ticket]] = {}
+        self._tokens: dict[int, asyncio.Queue[_Item]] = {}
+        self._lost: PdserveError | None = None
+
+    @property
+    def num_tickets(self) -> int:
+        """Requests of this router on the worker."""
+        return len(self._tokens) + len(self._reservations)
+
+    async def run(self) -> None:
+        """Serve the stream until it breaks. Raises WorkerLost."""
+        try:
+            async for message in self._stub.Connect(self._requests()):
+                self._take(message)
+        except grpc.aio.AioRpcError as failure:
+            raise WorkerLost(f"{self._worker}: {failure.details()}") from failure
+        raise WorkerLost(f"{self._worker}: it closed the stream")
+
+    async def _requests(self) -> AsyncIterator[decode_pb2.ConnectRequest]:
+        while True:
+            yield await self._commands.get()
+
+    def _take(self, message: decode_pb2.ConnectResponse) -> None:
+        for reserved in message.reserved:
+            self._take_reserved(reserved)
+        for batch in message.tokens:
+            if items := self._tokens.get(batch.counter):
+                for token in batch.tokens:
+                    items.put_nowait(Decoded(token_from_wire(token), batch.decode_steps))
+        for failure in message.failures:
+            if items := self._tokens.get(failure.counter):
+                items.put_nowait(failure_from_wire(failure.failure))
+
+    def _take_reserved(self, reserved: decode_pb2.Reserved) -> None:
+        waiter = self._reservations.pop(reserved.call, None)
+        if reserved.HasField("failure"):
+            if waiter is not None:
+                waiter.set_exception(failure_from_wire(reserved.failure))
+            return
+        ticket = ticket_from_wire(reserved.ticket)
+        if waiter is None:
+            self._release(ticket)  # whoever asked has left
+            return
+        self._tokens[ticket.counter] = asyncio.Queue()
+        waiter.set_result(ticket)
+
+    @asynccontextmanager
+    async def reserve(self, request: WorkRequest) -> AsyncIterator[Ticket]:
+        """Hold a ticket for the time of the block. Raises NoCapacity, InvalidRequest, WorkerLost."""
+        ticket = await self._reserve(request)
+        try:
+            yield ticket
+        finally:
+            del self._tokens[ticket.counter]
+            self._release(ticket)
+
+    async def _reserve(self, request: WorkRequest) -> Ticket:
+        if self._lost is not None:
+            raise self._lost
+        call = next(self._numbers)
+        waiter: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        self._reservations[call] = waiter
+        reserve = decode_pb2.Reserve(call=call, request=request_to_wire(request))
+        self._commands.put_nowait(decode_pb2.ConnectRequest(reserve=reserve))
+        try:
+            return await asyncio.shield(waiter)  # answered by the worker, or failed with it
+        except asyncio.CancelledError:
+            self._abandon(call, waiter)
+            raise
+
+    def _abandon(self, call: int, waiter: asyncio.Future[Ticket]) -> None:
+        """The caller leaves before, or just as, the reply comes: the ticket must not outlive it."""
+        self._reservations.pop(call, None)
+        if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+            ticket = waiter.result()
+            del self._tokens[ticket.counter]
+            self._release(ticket)
+
+    def _release(self, ticket: Ticket) -> None:
+        release = decode_pb2.Release(ticket=ticket_to_wire(ticket))
+        self._commands.put_nowait(decode_pb2.ConnectRequest(release=release))
+
+    async def decode(self, ticket: Ticket, first: Token) -> AsyncGenerator[Decoded, None]:
+        """Yield the tokens after `first`, up to the one that finishes. Raises WorkerLost, ProtocolError."""
+        decode = decode_pb2.Decode(ticket=ticket_to_wire(ticket), first=token_to_wire(first))
+        self._commands.put_nowait(decode_pb2.ConnectRequest(decode=decode))
+        items, token = self._tokens[ticket.counter], first
+        while not token.finish:
+            item = await items.get()  # bounded by the worker's liveness and the client's deadline
+            if isinstance(item, PdserveError):
+                raise item
+            if item.token.number != token.number + 1:
+                raise ProtocolError(f"{self._worker}: token {item.token.number} came after token {token.number}")
+            token = item.token
+            yield item
+
+    def fail(self, error: PdserveError) -> None:
+        """End everything on this stream with `error`."""
+        self._lost = error
+        for waiter in self._reservations.values():
+            waiter.set_exception(error)
+        self._reservations.clear()
+        for items in self._tokens.values():
+            items.put_nowait(error)

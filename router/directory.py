@@ -1,0 +1,123 @@
+"""Keeps a router's table of live workers: for each member a task that connects, listens and connects again.
+
+Membership only says where to look; a worker is in the table from its first beat until its stream ends.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from pdserve import rpc
+from pdserve.errors import WorkerLost
+from pdserve.membership import Membership, WorkerInfo
+from pdserve.request import Incarnation
+from router.decode_client import DecodeClient
+from router.peers import CONNECT_LIMIT_S, DecodePeer, Heartbeat, Peer, PrefillPeer, lose, make_peer
+
+_log = logging.getLogger(__name__)
+RECONNECT_DELAY_S = 0.5
+
+
+class Directory:
+    """The live workers; `run` must be running."""
+
+    def __init__(self, membership: Membership, stuck_after_s: float, on_change: Callable[[], None]) -> None:
+        self._membership = membership
+        self._stuck_after_s = stuck_after_s
+        self._on_change = on_change
+        self._keepers: dict[Incarnation, asyncio.Task[None]] = {}
+        self._peers: dict[Incarnation, Peer] = {}
+        self._served_at = asyncio.get_running_loop().time()
+
+    @property
+    def prefills(self) -> list[PrefillPeer]:
+        """Live prefill workers."""
+        return [peer for peer in self._peers.values() if isinstance(peer, PrefillPeer)]
+
+    @property
+    def decodes(self) -> list[DecodePeer]:
+        """Live decode workers."""
+        return [peer for peer in self._peers.values() if isinstance(peer, DecodePeer)]
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether some prefill worker reaches some decode worker."""
+        return any(prefill.reaches(decode) for prefill in self.prefills for decode in self.decodes)
+
+    def down_for_s(self) -> float:
+        """How long no prefill worker has reached a decode worker; 0 while one does."""
+        now = asyncio.get_running_loop().time()
+        if self.is_serving:
+            self._served_at = now
+        return now - self._served_at
+
+    async def run(self) -> None:
+        """Follow the membership until cancelled."""
+        try:
+            async for view in self._membership.views():
+                self._reconcile(view)
+        finally:
+            for keeper in self._keepers.values():
+                keeper.cancel()
+            await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+
+    def _reconcile(self, view: tuple[WorkerInfo, ...]) -> None:
+        members = {info.incarnation: info for info in view}
+        for incarnation in self._keepers.keys() - members.keys():
+            self._keepers.pop(incarnation).cancel()
+        for incarnation in members.keys() - self._keepers.keys():
+            self._keepers[incarnation] = asyncio.create_task(self._keep(members[incarnation]))
+
+    async def _keep(self, info: WorkerInfo) -> None:
+        while True:
+            try:
+                await self._attend(info)
+            except WorkerLost as error:
+                _log.warning("lost %s: %s", info.id, error)
+            await asyncio.sleep(RECONNECT_DELAY_S)  # back-off: the same incarnation may come back
+
+    async def _attend(self, info: WorkerInfo) -> None:
+        """One connection, from the first beat to its end. Raises WorkerLost."""
+        channel = rpc.channel(info.address)
+        heartbeat = Heartbeat(info, channel, self._stuck_after_s)
+        peer: Peer | None = None
+        try:
+            peer = make_peer(info, channel, await heartbeat.next(CONNECT_LIMIT_S))
+            self._peers[info.incarnation] = peer
+            self._on_change()
+            await self._listen(peer, heartbeat)
+        finally:
+            if peer is not None:
+                del self._peers[info.incarnation]
+                lose(peer, WorkerLost(f"{info.id}: the worker was lost"))
+                self._on_change()
+            heartbeat.close()
+            await channel.close()
+
+    async def _listen(self, peer: Peer, heartbeat: Heartbeat) -> None:
+        stream = asyncio.create_task(_stream_of(peer))
+        beats = asyncio.create_task(self._beats(peer, heartbeat))
+        try:
+            await asyncio.wait((stream, beats), return_when=asyncio.FIRST_COMPLETED)
+            for task in (stream, beats):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (stream, beats):
+                task.cancel()
+                with suppress(WorkerLost, asyncio.CancelledError):
+                    await task
+
+    async def _beats(self, peer: Peer, heartbeat: Heartbeat) -> None:
+        while True:
+            peer.beat = await heartbeat.next()
+            self.down_for_s()
+            self._on_change()
+
+
+async def _stream_of(peer: Peer) -> None:
+    if isinstance(peer.client, DecodeClient):
+        await peer.client.run()
+    else:
+        await asyncio.get_running_loop().create_future()  # a prefill worker has a call per request instead

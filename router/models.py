@@ -1,0 +1,70 @@
+"""Which models a router serves: the text side it has loaded, joined with the cards of the live workers."""
+
+from pdserve.errors import ModelNotFound, Unavailable
+from pdserve.v1 import cluster_pb2
+from router.directory import Directory
+from router.peers import Peer
+from router.pipeline import Pipeline
+from router.tokenizer import TextModel
+from router.validation import ServedModel
+from router.waiting_room import WaitingRoom
+
+
+class Models:
+    """One model, by its name or by an empty one."""
+
+    def __init__(self, name: str, text: TextModel, directory: Directory) -> None:
+        self._name = name
+        self._text = text
+        self._directory = directory
+
+    def find(self, name: str) -> ServedModel:
+        """Raises ModelNotFound; Unavailable when no worker serves the model yet."""
+        if name not in ("", self._name):
+            raise ModelNotFound(f"model: {name!r} is not served here; use {self._name!r} or leave it empty")
+        prefills, decodes = self._directory.prefills, self._directory.decodes
+        if not prefills or not decodes:
+            raise Unavailable(f"no worker serves {self._name!r} at the moment")
+        card = decodes[0].info.card
+        totals = [max(peer.beat.pages.total for peer in peers) for peers in (prefills, decodes)]
+        return ServedModel(card, self._text, min(totals) * card.kv_layout.page_tokens)
+
+    def all(self) -> list[ServedModel]:
+        """All models that workers serve at the moment."""
+        try:
+            return [self.find(self._name)]
+        except Unavailable:
+            return []
+
+
+class Status:
+    """The cluster as this router sees it."""
+
+    def __init__(self, directory: Directory, room: WaitingRoom, pipeline: Pipeline) -> None:
+        self._directory = directory
+        self._room = room
+        self._pipeline = pipeline
+
+    def status(self) -> cluster_pb2.GetStatusResponse:
+        """Live workers, oldest id first, and the requests here."""
+        peers: list[Peer] = [*self._directory.prefills, *self._directory.decodes]
+        return cluster_pb2.GetStatusResponse(
+            workers=[_worker_status(peer) for peer in sorted(peers, key=lambda peer: peer.info.id)],
+            queued_requests=len(self._room),
+            running_requests=self._pipeline.num_running,
+        )
+
+
+def _worker_status(peer: Peer) -> cluster_pb2.WorkerStatus:
+    info, beat = peer.info, peer.beat
+    return cluster_pb2.WorkerStatus(
+        id=info.id,
+        role=info.role,
+        pid=info.pid,
+        incarnation=info.incarnation,
+        address=info.address,
+        model=info.card.name,
+        exact=info.card.exact,
+        load=beat.load,
+        pages=beat.pages,
+    )

@@ -1,0 +1,104 @@
+"""The workers that a router knows to be alive: connected, beating, not stuck.
+
+A worker enters with its first beat and leaves when its stream breaks, when it is silent for a second, when its engine
+does not move for `stuck_after_s`, or when it is no longer a member. All that runs on it then fails with `WorkerLost`.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc.aio
+
+from pdserve.errors import PdserveError, WorkerLost
+from pdserve.internal.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.membership import WorkerInfo
+from pdserve.vitals import SILENCE_LIMIT_S
+from router.decode_client import DecodeClient
+from router.prefill_client import PrefillClient
+
+CONNECT_LIMIT_S = 5.0
+
+
+@dataclass(eq=False)
+class PrefillPeer:
+    """A prefill worker that is alive."""
+
+    info: WorkerInfo
+    client: PrefillClient
+    beat: worker_pb2.WatchResponse
+
+    @property
+    def queued_tokens(self) -> int:
+        """What it must compute before a new prompt; its own word is up to a beat old, so ours counts as well."""
+        return max(self.client.queued_tokens, self.beat.load.queued_tokens)
+
+    def reaches(self, decode: "DecodePeer") -> bool:
+        """Whether its link to this incarnation of a decode worker is up."""
+        return decode.info.incarnation in self.beat.linked
+
+
+@dataclass(eq=False)
+class DecodePeer:
+    """A decode worker that is alive."""
+
+    info: WorkerInfo
+    client: DecodeClient
+    beat: worker_pb2.WatchResponse
+
+    @property
+    def num_requests(self) -> int:
+        """Requests on it; its own word is up to a beat old, so ours counts as well."""
+        return max(self.client.num_tickets, self.beat.load.requests)
+
+
+Peer = PrefillPeer | DecodePeer
+
+
+def make_peer(info: WorkerInfo, channel: grpc.aio.Channel, beat: worker_pb2.WatchResponse) -> Peer:
+    """The peer of a worker's role."""
+    if info.role == "prefill":
+        return PrefillPeer(info, PrefillClient(info.id, channel), beat)
+    return DecodePeer(info, DecodeClient(info.id, channel), beat)
+
+
+class Heartbeat:
+    """The beats of one worker, each of them in time and in order."""
+
+    def __init__(self, info: WorkerInfo, channel: grpc.aio.Channel, stuck_after_s: float) -> None:
+        self._info = info
+        self._stuck_after_s = stuck_after_s
+        self._call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(), wait_for_ready=True)
+        self._progress = -1
+        self._moved_at = 0.0
+
+    async def next(self, limit_s: float = SILENCE_LIMIT_S) -> worker_pb2.WatchResponse:
+        """The next beat. Raises WorkerLost when there is none within `limit_s`, or when the engine is stuck."""
+        try:
+            async with asyncio.timeout(limit_s):
+                beat = await self._call.read()
+        except TimeoutError:
+            raise WorkerLost(f"{self._info.id}: no beat for {limit_s:g} s") from None
+        except grpc.aio.AioRpcError as failure:
+            raise WorkerLost(f"{self._info.id}: {failure.details()}") from failure
+        if not isinstance(beat, worker_pb2.WatchResponse):
+            raise WorkerLost(f"{self._info.id}: it closed the stream")
+        self._check(beat)
+        return beat
+
+    def _check(self, beat: worker_pb2.WatchResponse) -> None:
+        if beat.incarnation != self._info.incarnation:
+            raise WorkerLost(f"{self._info.id}: replaced by incarnation {beat.incarnation}")
+        now = asyncio.get_running_loop().time()
+        if beat.progress != self._progress or beat.busy_ms == 0:
+            self._progress, self._moved_at = beat.progress, now
+        elif now - self._moved_at > self._stuck_after_s:
+            raise WorkerLost(f"{self._info.id}: stuck in one layer for {self._stuck_after_s:g} s")
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._call.cancel()
+
+
+def lose(peer: Peer, error: PdserveError) -> None:
+    """Fail all that runs on the worker."""
+    peer.client.fail(error)

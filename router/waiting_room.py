@@ -1,0 +1,75 @@
+"""The bounded queue of a router: requests wait here, by priority and then by age, until a place is found for them.
+
+Only the first in line may try; whoever changes something that could let it in pokes the room.
+"""
+
+import asyncio
+import heapq
+import itertools
+from dataclasses import dataclass, field
+
+from pdserve.errors import QueueFull
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(order=True)
+class Seat:
+    """A place in line."""
+
+    priority: int
+    age: int
+    poked: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
+    has_left: bool = field(default=False, compare=False)
+
+
+class WaitingRoom:
+    """A line of at most `limit` seats."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._ages = itertools.count()
+        self._line: list[Seat] = []
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def enter(self, priority: int) -> Seat:
+        """Take a seat. Raises QueueFull."""
+        if self._num_waiting >= self._limit:
+            raise QueueFull(f"{self._num_waiting} requests wait already, the limit is {self._limit}", RETRY_AFTER_S)
+        seat = Seat(priority, next(self._ages))
+        heapq.heappush(self._line, seat)
+        self._num_waiting += 1
+        self.poke()
+        return seat
+
+    def leave(self, seat: Seat) -> None:
+        """Give the seat up, wherever in the line it is."""
+        seat.has_left = True
+        self._num_waiting -= 1
+        self.poke()
+
+    def is_first(self, seat: Seat) -> bool:
+        """Whether the seat may try."""
+        self._drop_left()
+        return self._line[0] is seat
+
+    def poke(self) -> None:
+        """Something changed: let the first in line try (again)."""
+        self._drop_left()
+        if self._line:
+            self._line[0].poked.set()
+
+    def _drop_left(self) -> None:
+        while self._line and self._line[0].has_left:
+            heapq.heappop(self._line)
+
+    async def turn(self, seat: Seat) -> None:
+        """Wait until something changed and the seat is first."""
+        while True:
+            await seat.poked.wait()  # the caller's deadline bounds it
+            seat.poked.clear()
+            if self.is_first(seat):
+                return
