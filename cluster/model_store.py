@@ -53,7 +53,7 @@ def resolve(model: str, cache_dir: Path | None = None, progress: Progress = lamb
     path = Path(model).expanduser()
     if model == DEMO_MODEL:
         return ResolvedModel(_converted(demo_file(), cache_dir, progress), DEMO_MODEL)
-    if path.is_dir():
+    if model and path.is_dir():
         return ResolvedModel(_checked_folder(path.resolve()), path.resolve().name)
     if path.suffix.lower() == ".gguf":
         return ResolvedModel(_converted(path.resolve(), cache_dir, progress), path.stem)
@@ -192,13 +192,13 @@ def _percent(prefix: str, progress: Progress) -> Callable[[float], None]:
 def _downloaded(model: str, progress: Progress) -> Path:
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's
+        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP library
     except ImportError:
         hint = "and huggingface_hub, which could download it, is not installed (extra `hub`)"
         raise ConfigError(f"model {model!r}: no such folder, {hint}") from None
     progress(f"downloading {model}")
     try:
         return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES), ignore_patterns=["*/*"]))
-    except (HTTPError, OSError, ValueError) as error:  # all that huggingface_hub raises are one of these
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
         message = " ".join(str(error).split())[:_MAX_MESSAGE]
         raise ConfigError(f"model {model!r} cannot be had from the Hub: {message}") from error

@@ -1,7 +1,8 @@
 """A tiny tokenizer, so that a toy model with random weights can be served with text from end to end.
 
-Byte-level BPE of exactly 512 ids: 3 special tokens, the 256 bytes, and 253 merges of frequent letter pairs. Every string
-goes through unchanged (`decode(encode(x)) == x`), and every id that a toy model with 512 ids samples means something.
+Byte-level BPE of exactly 512 ids: 3 special tokens, the 256 bytes, and 253 merges of frequent letter pairs. Every
+string goes through unchanged (`decode(encode(x)) == x`), and every id that a toy model with 512 ids samples means
+something.
 The specials keep the ids that SmolLM2 gives them: 0 end of text, 1 `<|im_start|>` (bos), 2 `<|im_end|>` (eos).
 """
 
@@ -37,20 +38,45 @@ def write_toy_tokenizer(folder: Path) -> None:
 
 def toy_tokenizer() -> Tokenizer:
     """The tokenizer itself; the same every time."""
-    merges = _merges()
-    pieces = [*TOY_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges))
+    vocabulary = {piece: index for index, piece in enumerate(toy_pieces())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=toy_merges()))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TOY_SPECIAL_TOKENS])
     return tokenizer
 
 
-def _merges() -> list[tuple[str, str]]:
+def toy_pieces() -> list[str]:
+    """The text of every id, as byte-level BPE writes it."""
+    merged = [left + right for left, right in toy_merges()]
+    return [*TOY_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *merged]
+
+
+def toy_merges() -> list[tuple[str, str]]:
+    """The merges, first ones first."""
     vowels, consonants = "aeiou", "bcdfghjklmnpqrstvwxyz"
     pairs = [(consonant, vowel) for consonant in consonants for vowel in vowels]
     pairs += [(vowel, consonant) for vowel in vowels for consonant in consonants]
     pairs += [(_SPACE, letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
-    pairs += [("t", "h"), ("s", "t"), ("n", "d"), ("th", "e"), (_SPACE, "the"), ("an", "d"), ("in", "g"), (_SPACE, _SPACE)]
-    pairs += [("e", "e"), ("o", "o"), ("o", "u"), ("l", "l"), ("s", "s"), ("t", "t"), ("p", "p"), ("f", "f"), ("r", "r")]
+    pairs += [
+        ("t", "h"),
+        ("s", "t"),
+        ("n", "d"),
+        ("th", "e"),
+        (_SPACE, "the"),
+        ("an", "d"),
+        ("in", "g"),
+        (_SPACE, _SPACE),
+    ]
+    pairs += [
+        ("e", "e"),
+        ("o", "o"),
+        ("o", "u"),
+        ("l", "l"),
+        ("s", "s"),
+        ("t", "t"),
+        ("p", "p"),
+        ("f", "f"),
+        ("r", "r"),
+    ]
     return pairs
