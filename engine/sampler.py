@@ -14,23 +14,26 @@ of the cumulative sum it does not flip to another token when logits differ in th
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.request import Candidate, Sampling, Token, WorkRequest, finish_after
 
-# u is (k + 1/2) / 2^52 for a hashed k of 52 bits, exact in float64, so -log(-log(u)) lies between these two.
+Floats = NDArray[np.floating[Any]]
+Ids = NDArray[np.intp]
+Words = NDArray[np.uint64]
+
+# Tokens whose logit / T is this close to the best one's always get noise; others only where their hash promises enough.
+_NEAR = 5.0
+# u is (k + 1/2) / 2^52 for a hashed k of 52 bits: exact in float64, and never 0 or 1.
 _UNIFORM_BITS = 52
-_NOISE_MIN = -math.log(-math.log(0.5 / 2**_UNIFORM_BITS))  # -3.6
-_NOISE_MAX = -math.log(-math.log1p(-0.5 / 2**_UNIFORM_BITS))  # 36.7
-# A token this far below the best one, in units of T, cannot win: needs no noise, and weighs less than 1e-17 in top-p.
-_REACH = _NOISE_MAX - _NOISE_MIN + 0.5
-# Noise of tokens this close is computed in any case; of those beyond only where the hash says that it may be enough.
-_NEAR = 8.0
 
 _MASK64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
@@ -46,112 +49,112 @@ class Step:
         return self.request.prompt_length + self.number
 
 
-@torch.inference_mode()
 def sample(logits: Tensor, steps: Sequence[Step]) -> list[Token]:
-    """A token for each row of logits, fp32 [R, vocab]."""
-    logits = logits.cpu()  # the same noise and order of sums wherever the model ran
-    allowed = _ban_stop_tokens(logits, steps)
-    peaks = allowed.max(dim=-1) if len(steps) else None
-    tokens = []
-    for index, step in enumerate(steps):
-        assert peaks is not None
-        token_id = int(peaks.indices[index])
-        if step.request.sampling.temperature > 0:
-            token_id = _draw(allowed[index], float(peaks.values[index]), step)
-        top = _top_logprobs(logits[index], step.request.top_logprobs)
-        tokens.append(Token(step.number, token_id, top, finish_after(step.request, step.number, token_id)))
-    return tokens
+    """A token for each row of logits, fp32 [R, vocab]. Runs on the CPU: the same bits wherever the model ran."""
+    rows: Floats = logits.detach().cpu().numpy()
+    return [_sample_row(row, step) for row, step in zip(rows, steps, strict=True)]
 
 
-def _ban_stop_tokens(logits: Tensor, steps: Sequence[Step]) -> Tensor:
+def _sample_row(row: Floats, step: Step) -> Token:
+    request = step.request
+    allowed = _ban_stop_tokens(row, step)
+    token_id = int(allowed.argmax())  # the first, which is the lowest, of equal ones
+    peak = float(allowed[token_id])
+    if request.sampling.temperature > 0 and peak > -math.inf:
+        token_id = _draw(allowed, peak, step)
+    top = _top_logprobs(row, request.top_logprobs)
+    return Token(step.number, token_id, top, finish_after(request, step.number, token_id))
+
+
+def _ban_stop_tokens(row: Floats, step: Step) -> Floats:
     """Stop tokens cannot be drawn before min_tokens; the caller's logits stay as they are."""
-    banned = [
-        (row, token_id)
-        for row, step in enumerate(steps)
-        if step.number < step.request.min_tokens
-        for token_id in step.request.stop_token_ids
-        if token_id < logits.shape[1]
-    ]
-    if not banned:
-        return logits
-    rows, token_ids = torch.tensor(banned).unbind(dim=1)
-    return logits.index_put((rows, token_ids), torch.tensor(-math.inf))
+    if step.number >= step.request.min_tokens or not step.request.stop_token_ids:
+        return row
+    allowed = row.copy()
+    allowed[[token_id for token_id in step.request.stop_token_ids if token_id < len(row)]] = -math.inf
+    return allowed
 
 
-def _draw(row: Tensor, peak: float, step: Step) -> int:
+def _draw(row: Floats, peak: float, step: Step) -> int:
     """The token with the largest logit / T + noise among those that the filters leave; `peak` is the row's maximum."""
     sampling = step.request.sampling
-    ids = (row >= peak - _REACH * sampling.temperature).nonzero().flatten()
-    scores = (row[ids].double() - peak) / sampling.temperature  # at most 0
-    kept = _filter(scores, sampling)
-    if kept is not None:
-        ids, scores = ids[kept], scores[kept]
-    return _noisy_argmax(ids, scores, _row_key(sampling.seed, step.position))
+    key = _row_key(sampling.seed, step.position)
+    ids = _filtered(row, peak, sampling)
+    if ids is None:
+        return _noisy_argmax_of_all(row, peak, sampling, key)
+    return _noisy_argmax(ids, _scores(row[ids], peak, sampling), key)[1]
 
 
-def _filter(scores: Tensor, sampling: Sampling) -> Tensor | None:
-    """Places in `scores` [n] that top-k, top-p and min-p leave, ascending; None: all of them."""
-    kept = None
-    if 0 < sampling.top_k < len(scores):
-        kept = _top_places(scores, sampling.top_k)
+def _scores(logits: Floats, peak: float, sampling: Sampling) -> Floats:
+    """logit / T in float64, shifted so that the best is 0."""
+    return (logits.astype(np.float64) - peak) / sampling.temperature
+
+
+def _filtered(row: Floats, peak: float, sampling: Sampling) -> Ids | None:
+    """The ids that top-k, top-p and min-p leave, ascending; None where no filter is on."""
+    ids = None
+    if 0 < sampling.top_k < len(row):
+        ids = _top_ids(row, sampling.top_k)
     if sampling.top_p < 1:
-        nucleus = _nucleus(scores if kept is None else scores[kept], sampling.top_p)
-        kept = nucleus if kept is None else kept[nucleus]
-    if sampling.min_p > 0:
-        left = scores if kept is None else scores[kept]
-        likely = (left >= math.log(sampling.min_p)).nonzero().flatten()  # the best score is 0
-        kept = likely if kept is None else kept[likely]
-    return kept
+        nucleus = _nucleus(_scores(row if ids is None else row[ids], peak, sampling), sampling.top_p)
+        ids = nucleus if ids is None else ids[nucleus]
+    if sampling.min_p > 0:  # of the best one's probability, so the others need not be known
+        lowest = peak + sampling.temperature * math.log(sampling.min_p)
+        ids = np.flatnonzero(row >= lowest) if ids is None else ids[row[ids] >= lowest]
+    return ids
 
 
-def _top_places(scores: Tensor, count: int) -> Tensor:
-    """Places of the `count` highest, ascending; of equal ones the first."""
-    last = scores.topk(count, sorted=False).values.min()
-    above = (scores > last).nonzero().flatten()
-    level = (scores == last).nonzero().flatten()[: count - len(above)]
-    return torch.cat((above, level)).sort().values
+def _top_ids(row: Floats, count: int) -> Ids:
+    """The ids of the `count` highest logits, ascending; of equal ones the lowest."""
+    pool = np.flatnonzero(row >= row.max() - _NEAR)  # if these are enough, the others need no look
+    if len(pool) < count:
+        pool = np.arange(len(row))
+    logits = row[pool]
+    last = np.partition(logits, len(logits) - count)[len(logits) - count]
+    above, level = pool[logits > last], pool[logits == last]
+    return np.sort(np.concatenate((above, level[: count - len(above)])))
 
 
-def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+def _nucleus(scores: Floats, top_p: float) -> Ids:
     """Places of the fewest tokens, from the most likely on, whose probabilities reach `top_p`; ascending."""
-    weights = scores.exp()
-    total = float(weights.sum())
+    weights = _exp(scores)
+    total = weights.sum(dtype=np.float64)
     # All tokens below this together weigh less than (1 - top_p) * total, so none of them is needed: fewer to sort.
-    places = (weights >= (1 - top_p) * total / len(scores)).nonzero().flatten()
-    ordered, order = weights[places].sort(descending=True, stable=True)
-    before = ordered.cumsum(0) - ordered
-    count = max(int((before < top_p * total).sum()), 1)
-    return places[order[:count]].sort().values
+    places = np.flatnonzero(weights >= (1 - top_p) * total / len(scores))
+    order = np.argsort(-weights[places], kind="stable")
+    reached = weights[places[order]].cumsum(dtype=np.float64)
+    count = int((reached < top_p * total).sum()) + 1  # beyond the end where rounding lets the sum fall short
+    return np.sort(places[order[:count]])
 
 
-def _noisy_argmax(ids: Tensor, scores: Tensor, key: int) -> int:
-    """The id with the largest score + noise; `ids` ascend, the best score is 0.
+def _exp(scores: Floats) -> Floats:
+    """exp of scores up to 0, in fp32: many times quicker than float64, and exact to 1e-7 of a probability."""
+    return np.exp(np.maximum(scores, -100.0).astype(np.float32))
 
-    Few tokens lie near the best one. They give a value to beat, and from the others, often the whole vocabulary, the
-    integer hash alone tells those few whose noise may be enough for that. The answer is that of the plain formula.
+
+def _noisy_argmax_of_all(row: Floats, peak: float, sampling: Sampling, key: int) -> int:
+    """The id with the largest logit / T + noise out of the whole vocabulary: what the plain formula gives, sooner.
+
+    Few tokens lie near the best one: they give a value to beat. All others need noise of at least that value plus their
+    distance, and the integer hash alone tells which few have so much.
     """
-    near = scores >= -_NEAR
-    best, token_id = _best(ids[near], scores[near], key)
-    if len(ids) == int(near.sum()):
+    near = np.flatnonzero(row >= peak - _NEAR * sampling.temperature)
+    best, token_id = _noisy_argmax(near, _scores(row[near], peak, sampling), key)
+    uniform = math.exp(-math.exp(-(best + _NEAR)))  # where the noise is best + _NEAR
+    needed = np.uint64(uniform * 2**_UNIFORM_BITS * (1 - 1e-12))  # a little less, for the rounding of exp
+    lucky = np.flatnonzero(_hash52(np.arange(len(row), dtype=np.uint64), key) >= needed)
+    if not len(lucky):
         return token_id
-    needed = max(math.floor(_uniform_of_noise(best + _NEAR) * 2**_UNIFORM_BITS) - 4, 0)  # 4: rounding of exp
-    far = (_hash52(ids, key) >= needed) & ~near
-    if not bool(far.any()):
-        return token_id
-    rival, rival_id = _best(ids[far], scores[far], key)
+    rival, rival_id = _noisy_argmax(lucky, _scores(row[lucky], peak, sampling), key)
     return min((-best, token_id), (-rival, rival_id))[1]
 
 
-def _best(ids: Tensor, scores: Tensor, key: int) -> tuple[float, int]:
-    """The largest score + noise and its id, the lowest at a tie."""
-    uniform = (_hash52(ids, key).double() + 0.5) / 2**_UNIFORM_BITS
-    value, place = (scores - (-uniform.log()).log()).max(dim=0)
-    return float(value), int(ids[place])
-
-
-def _uniform_of_noise(noise: float) -> float:
-    """The u in (0, 1) with -log(-log(u)) = noise."""
-    return math.exp(-math.exp(-noise))
+def _noisy_argmax(ids: Ids, scores: Floats, key: int) -> tuple[float, int]:
+    """The largest score + noise, and its id; the lowest id wins a tie, as `ids` ascend."""
+    uniform = (_hash52(ids.astype(np.uint64), key) + 0.5) / 2**_UNIFORM_BITS
+    values = scores - np.log(-np.log(uniform))
+    place = values.argmax()
+    return float(values[place]), int(ids[place])
 
 
 def _row_key(seed: int, position: int) -> int:
@@ -159,37 +162,34 @@ def _row_key(seed: int, position: int) -> int:
     return _mix((_mix(seed & _MASK64) + position * _GOLDEN) & _MASK64)
 
 
-def _mix(z: int) -> int:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014)."""
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
+def _mix(word: int) -> int:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014) on one 64-bit word."""
+    word = ((word ^ (word >> 30)) * _MIX_1) & _MASK64
+    word = ((word ^ (word >> 27)) * _MIX_2) & _MASK64
+    return word ^ (word >> 31)
 
 
-def _hash52(ids: Tensor, key: int) -> Tensor:
-    """52 hashed bits for each id: output number id of a SplitMix64 that starts at `key`; int64 arithmetic wraps."""
-    z = (ids + 1).mul_(_signed(_GOLDEN)).add_(_signed(key))
-    z.bitwise_xor_(_shift_right(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
-    z.bitwise_xor_(_shift_right(z, 27)).mul_(_signed(0x94D049BB133111EB))
-    return _shift_right(z.bitwise_xor_(_shift_right(z, 31)), 64 - _UNIFORM_BITS)
+def _hash52(ids: Words, key: int) -> Words:
+    """52 hashed bits for each id: output number id + 1 of the SplitMix64 that starts at `key`. uint64 wraps around."""
+    words = ids + np.uint64(1)
+    words *= np.uint64(_GOLDEN)
+    words += np.uint64(key)
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(_MIX_1)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(_MIX_2)
+    words ^= words >> np.uint64(31)
+    words >>= np.uint64(64 - _UNIFORM_BITS)
+    return words
 
 
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Logical, where torch's own shift repeats the sign."""
-    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _signed(word: int) -> int:
-    """The same 64 bits as a signed number."""
-    return word - 2**64 if word >= 2**63 else word
-
-
-def _top_logprobs(row: Tensor, count: int) -> tuple[Candidate, ...]:
+def _top_logprobs(row: Floats, count: int) -> tuple[Candidate, ...]:
     """The `count` most likely tokens before any filter, by log-probability, then by id."""
     if not count:
         return ()
-    ids = _top_places(row, min(count, len(row)))
-    normalizer = row.double().logsumexp(0)  # in float64, so that the order of the sum does not show in fp32
-    logprobs = (row[ids].double() - normalizer).float().tolist()
-    found = [Candidate(token_id, logprob) for token_id, logprob in zip(ids.tolist(), logprobs, strict=True)]
+    ids = _top_ids(row, min(count, len(row)))
+    peak = float(row.max())
+    normalizer = peak + math.log(_exp(row - peak).sum(dtype=np.float64))
+    logprobs = (row[ids].astype(np.float64) - normalizer).astype(np.float32)  # not more digits than there are
+    found = [Candidate(int(token_id), float(logprob)) for token_id, logprob in zip(ids, logprobs, strict=True)]
     return tuple(sorted(found, key=lambda candidate: (-candidate.logprob, candidate.token_id)))
