@@ -1,0 +1,149 @@
+"""`make bench`: what a cluster of one prefill and one decode worker does on this machine, beside the machine's floors.
+
+    python -m benchmarks.run [--model smollm2] [--out FILE.json]
+
+Prints one table; medians, with minimum and maximum. Nothing here is a test: noisy machines give noisy figures.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+
+from benchmarks.load import closed_loop, request
+from pdserve.v1 import generation_pb2 as pb
+from pdserve.v1 import generation_pb2_grpc
+
+WEIGHTS = 134_515_008  # of SmolLM2-135M; the embedding counts, as the lm_head reads it
+READY_LIMIT_S = 120.0
+
+
+@contextmanager
+def cluster(flags: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """`pdserve up`; the router's address and the seconds until it was ready."""
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / "ready.json"
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "cluster.cli", "up", "--ready-file", str(ready), *flags]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            while not ready.exists():
+                if process.poll() is not None or time.perf_counter() - began > READY_LIMIT_S:
+                    raise SystemExit("pdserve up did not get ready")
+                time.sleep(0.05)  # a file has nobody to wake us
+            yield json.loads(ready.read_text())["grpc"], time.perf_counter() - began
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def latency(address: str, num_prompt: int, num_output: int, repeats: int) -> dict[str, Any]:
+    """One request at a time."""
+    messages = [request(num_prompt, num_output, seed) for seed in range(repeats)]
+    answers, _ = asyncio.run(closed_loop(address, messages, 1))
+    return {
+        "ttft_ms": spread([1000 * each.ttft_s for each in answers]),
+        "tpot_ms": spread([1000 * each.tpot_s for each in answers]),
+        "second_token_ms": spread([1000 * each.exposed_s for each in answers]),
+    }
+
+
+def throughput(address: str, concurrency: int, waves: int) -> float:
+    """Output tokens per second at a fixed concurrency: 256 in, 128 out."""
+    messages = [request(256, 128, 1000 * concurrency + seed) for seed in range(concurrency * waves)]
+    answers, wall_s = asyncio.run(closed_loop(address, messages, concurrency))
+    return sum(each.num_tokens for each in answers) / wall_s
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def model_of(address: str) -> pb.Model:
+    """The model served."""
+    with grpc.insecure_channel(address) as channel:
+        model: pb.Model = generation_pb2_grpc.GenerationServiceStub(channel).GetModel(pb.GetModelRequest()).model
+        return model
+
+
+def machine() -> str:
+    """Processor and cores, for whoever reads the table elsewhere."""
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def measure(flags: Sequence[str]) -> dict[str, Any]:
+    """Everything, with the floors measured just before."""
+    floors = json.loads(subprocess.check_output([sys.executable, "-m", "benchmarks.floors"]))
+    with cluster(flags) as (address, ready_s):
+        model = model_of(address)
+        element_bytes = 2 if model.dtype == "bfloat16" else 4
+        return {
+            "machine": machine(),
+            "python": platform.python_version(),
+            "dtype": model.dtype,
+            "exact": model.exact,
+            "floors": floors,
+            "decode_floor_ms": 1000 * WEIGHTS * element_bytes / floors["read_bytes_per_s"],
+            "prefill_floor_ms": {n: 1000 * 2 * WEIGHTS * n / floors["flops_per_s"] for n in (512, 2000)},
+            "ready_s": ready_s,
+            "short": latency(address, 128, 64, repeats=5),
+            "ttft": {n: latency(address, n, 2, repeats=3) for n in (512, 2000)},
+            "tokens_per_s": {c: [throughput(address, c, waves=2) for _ in range(3)] for c in (1, 8, 16)},
+        }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures for a person."""
+    at = {c: median(values) for c, values in result["tokens_per_s"].items()}
+    short = result["short"]
+    rows = [
+        ("ready", f"{result['ready_s']:.1f} s", ""),
+        ("TPOT, batch 1, 128-token prompt", _ms(short["tpot_ms"]), f"{result['decode_floor_ms']:.1f} ms"),
+        *(
+            (f"TTFT, {n} tokens", _ms(each["ttft_ms"]), f"{result['prefill_floor_ms'][n]:.0f} ms")
+            for n, each in result["ttft"].items()
+        ),
+        *((f"output tokens/s at {c}", _rate(values), f"{at[c] / at[1]:.1f} x") for c, values in result["tokens_per_s"].items()),
+    ]
+    head = f"{result['machine']}; {result['dtype']}, exact: {result['exact']}; 1 prefill + 1 decode, one thread each"
+    lines = [f"| {name} | {value} | {floor} |" for name, value, floor in rows]
+    return "\n".join([head, "", "| what | median [min..max] | floor, or ratio to 1 |", "|---|---|---|", *lines])
+
+
+def _ms(values: dict[str, float]) -> str:
+    return f"{values['median']:.1f} [{values['min']:.1f}..{values['max']:.1f}] ms"
+
+
+def _rate(values: Sequence[float]) -> str:
+    return f"{median(values):.1f} [{min(values):.1f}..{max(values):.1f}]"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    result = measure(["--model", arguments.model, "--dtype", arguments.dtype])
+    print(table(result))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
