@@ -71,9 +71,9 @@ class SelfAttention:
         """[T, hidden] to the same; writes the rows' K and V into the cache."""
         config = self.config
         heads = self.qkv(x).view(x.shape[0], -1, config.head_dim)  # [T, heads + 2 kv_heads, head_dim]
-        turned, v = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=1)
+        turned, v = heads[:, : -config.num_kv_heads], heads[:, -config.num_kv_heads :]
         self.kernels.rotate(turned, self.rotary.cos, self.rotary.sin, batch.positions)
-        q, k = turned.split((config.num_heads, config.num_kv_heads), dim=1)
+        q, k = turned[:, : config.num_heads], turned[:, config.num_heads :]
         self.kernels.write_kv(k, v, cache, self.index, batch)
         return self.out(self.kernels.attend(q, cache, self.index, batch).flatten(1))
 
