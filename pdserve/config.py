@@ -20,8 +20,8 @@ from pdserve.plain import from_plain, to_plain
 class ClusterConfig:
     """What `pdserve up` takes from cluster.yaml and its flags; the field names are the keys of the file."""
 
-    model: str  # a folder, a .gguf file or a Hub id
-    name: str = ""  # what clients call the model; "": the last part of `model`
+    model: str = "smollm2"  # a folder, a .gguf file, a Hub id, or the demo model's name
+    name: str = ""  # what clients call the model; "": the name that comes with it
     prefill: int = 1  # workers
     decode: int = 1  # workers
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of weights and KV
@@ -113,7 +113,6 @@ def resolve(config: ClusterConfig, num_gpus: int) -> ClusterConfig:
         backend=backend,
         dtype="bfloat16" if config.dtype == "auto" else config.dtype,
         threads=config.threads or 1,
-        name=config.name or Path(config.model).stem,
     )
 
 

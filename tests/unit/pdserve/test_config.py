@@ -66,11 +66,9 @@ def test_bad_values_are_named(tmp_path: Path, line: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_and_a_missing_model(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_empty_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "none.yaml", {})
-    with pytest.raises(ConfigError, match="model: missing"):
-        load_config(None, {})
     with pytest.raises(ConfigError, match="model: empty"):
         load_config(None, {"model": ""})
 
@@ -78,7 +76,7 @@ def test_a_missing_file_and_a_missing_model(tmp_path: Path) -> None:
 def test_resolve_leaves_no_auto() -> None:
     resolved = resolve(ClusterConfig(model="models/toy.gguf"), num_gpus=0)
     assert "auto" not in dataclasses.asdict(resolved).values()
-    assert (resolved.device, resolved.backend, resolved.dtype, resolved.name) == ("cpu", "gloo", "bfloat16", "toy")
+    assert (resolved.device, resolved.backend, resolved.dtype, resolved.threads) == ("cpu", "gloo", "bfloat16", 1)
     assert resolve(resolved, num_gpus=0) == resolved
 
 
