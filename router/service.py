@@ -10,28 +10,19 @@ with the pipeline, bounded by the request's `max_tokens`.
 # ruff: noqa: N802 (gRPC names its methods so)
 
 import asyncio
-import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
-import grpc.aio
-
-from pdserve import rpc
-from pdserve.errors import DeadlineExceeded, InvalidRequest, PdserveError, ProtocolError
+from pdserve.errors import InvalidRequest, ProtocolError
 from pdserve.request import Candidate, Token, WorkRequest
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2_grpc
 from pdserve.v1 import generation_pb2 as pb
-from router import validation
+from router import call, validation
 from router.record import RequestRecord
 from router.text_stream import TextStream
 from router.tokenizer import Piece, TextModel, in_thread_if_long
 from router.validation import Plan, ServedModel
-
-_log = logging.getLogger(__name__)
-
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ModelSource(Protocol):
@@ -74,57 +65,67 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     # A coroutine that writes, not an async generator: gRPC leaves a cancelled generator to the garbage collector,
     # and the pages of the request with it.
-    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
+    async def Generate(self, request: pb.GenerateRequest, context: call.Context) -> None:  # type: ignore[override]
         """Answer with `started` just before the first delta: until then a client may send the request again."""
         record = RequestRecord(arrived=asyncio.get_running_loop().time())
         label = request.request_id or secrets.token_hex(8)
-        async with _reporting(context, label), _deadline(context):
+        async with call.reporting(context, label):
             model = self._models.find(request.model)
-            plan = await in_thread_if_long(validation.prompt_size(request), validation.plan, request, model, label)
-            record.prompt_tokens = plan.work.prompt_length
-            await self._answer(Answer(plan, model), record, context)
+            await call.cancelled_once(context, self._serve(request, model, label, record, context))
 
-    async def _answer(self, answer: "Answer", record: RequestRecord, context: _Context) -> None:
+    async def _serve(
+        self,
+        request: pb.GenerateRequest,
+        model: ServedModel,
+        label: str,
+        record: RequestRecord,
+        context: call.Context,
+    ) -> None:
+        plan = await in_thread_if_long(validation.prompt_size(request), validation.plan, request, model, label)
+        record.prompt_tokens = plan.work.prompt_length
+        await self._answer(Answer(plan, model), record, context)
+
+    async def _answer(self, answer: "Answer", record: RequestRecord, context: call.Context) -> None:
         last = pb.Delta()
         plan = answer.plan
-        async with aclosing(self._pipeline.generate(plan.work, plan.priority, record)) as tokens:
+        async with call.closing(self._pipeline.generate(plan.work, plan.priority, record)) as tokens:
             async for token in tokens:
                 if token.number == 0:
-                    await context.write(pb.GenerateResponse(started=answer.started()))
+                    await call.write(context, pb.GenerateResponse(started=answer.started()))
                 last = answer.delta(token)
                 if answer.finished is not None:
                     break
-                await context.write(pb.GenerateResponse(delta=last))
+                await call.write(context, pb.GenerateResponse(delta=last))
         if answer.finished is None:
             raise ProtocolError(f"request {plan.work.label!r}: the tokens ended without a reason")
         record.finished = asyncio.get_running_loop().time()
-        await context.write(pb.GenerateResponse(delta=last))
-        await context.write(pb.GenerateResponse(finished=_finished(answer.finished, record)))
+        await call.write(context, pb.GenerateResponse(delta=last))
+        await call.write(context, pb.GenerateResponse(finished=_finished(answer.finished, record)))
 
-    async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:
+    async def GetModel(self, request: pb.GetModelRequest, context: call.Context) -> pb.GetModelResponse:
         """One model."""
-        async with _reporting(context, "GetModel"):
+        async with call.reporting(context, "GetModel"):
             return pb.GetModelResponse(model=_model(self._models.find(request.model)))
 
     async def ListModels(
         self,
         request: pb.ListModelsRequest,  # noqa: ARG002
-        context: _Context,
+        context: call.Context,
     ) -> pb.ListModelsResponse:
         """All models."""
-        async with _reporting(context, "ListModels"):
+        async with call.reporting(context, "ListModels"):
             return pb.ListModelsResponse(models=map(_model, self._models.all()))
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: call.Context) -> pb.TokenizeResponse:
         """Tokens of a text or chat; offsets of a chat count in the text that its template makes of it."""
-        async with _reporting(context, "Tokenize"):
+        async with call.reporting(context, "Tokenize"):
             text = self._models.find(request.model).text
             pieces = await in_thread_if_long(validation.prompt_size(request), _pieces, request, text)
             return pb.TokenizeResponse(tokens=[_token_piece(piece) for piece in pieces])
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: call.Context) -> pb.DetokenizeResponse:
         """The text of token ids, special tokens included: what Tokenize took apart comes back whole."""
-        async with _reporting(context, "Detokenize"):
+        async with call.reporting(context, "Detokenize"):
             model = self._models.find(request.model)
             validation.check_token_ids("token_ids", request.token_ids, model.card.vocab_size)
             ids = list(request.token_ids)
@@ -141,10 +142,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     async def GetStatus(
         self,
         request: cluster_pb2.GetStatusRequest,  # noqa: ARG002
-        context: _Context,
+        context: call.Context,
     ) -> cluster_pb2.GetStatusResponse:
         """The cluster as this router sees it."""
-        async with _reporting(context, "GetStatus"):
+        async with call.reporting(context, "GetStatus"):
             return self._source.status()
 
 
@@ -204,31 +205,6 @@ class Answer:
         if self.plan.window_limited:
             match = pb.StopMatch(context_window=self.plan.window)
         return pb.Finished(finish_reason=pb.FINISH_REASON_LENGTH, stop_match=match)
-
-
-@asynccontextmanager
-async def _reporting(context: _Context, label: str) -> AsyncIterator[None]:
-    """The root of every call: an error becomes status and details; an unforeseen one is logged and INTERNAL."""
-    try:
-        yield
-    except PdserveError as error:
-        await rpc.abort(context, error)
-    except Exception:
-        _log.exception("request %r failed", label)
-        await rpc.abort(context, PdserveError(f"request {label!r}: internal error; the router's log has more"))
-
-
-@asynccontextmanager
-async def _deadline(context: _Context) -> AsyncIterator[None]:
-    """Raise DeadlineExceeded, after everything inside was cleaned up, when the client's deadline passes."""
-    scope = asyncio.timeout(context.time_remaining())
-    try:
-        async with scope:
-            yield
-    except TimeoutError:
-        if not scope.expired():
-            raise
-        raise DeadlineExceeded("the client's deadline passed; allow more time or ask for fewer tokens") from None
 
 
 def _stopped(match: pb.StopMatch) -> pb.Finished:

@@ -15,9 +15,7 @@ def test_roles_contents_and_the_open_answer() -> None:
         bos_token="<s>",
         eos_token="</s>",
     )
-    assert template.render(TALK) == (
-        "<system>be brief</s><user>hi <b></s><assistant>yes</s><user>é?</s><s><assistant>"
-    )
+    assert template.render(TALK) == ("<system>be brief</s><user>hi <b></s><assistant>yes</s><user>é?</s><s><assistant>")
 
 
 def test_blocks_are_trimmed() -> None:

@@ -32,7 +32,8 @@ def test_a_full_walk() -> None:
     assert (usage.prompt_tokens, usage.cached_tokens, usage.prefill_tokens_computed) == (7, 4, 3)
     assert (usage.completion_tokens, usage.decode_steps) == (4, 3)
     workers = record.workers()
-    assert (workers.prefill, workers.prefill_pid, workers.decode, workers.decode_pid) == ("prefill-0", 41, "decode-0", 42)
+    assert (workers.prefill, workers.prefill_pid) == ("prefill-0", 41)
+    assert (workers.decode, workers.decode_pid) == ("decode-0", 42)
     assert workers.transfer_bytes == 999
 
 

@@ -56,19 +56,28 @@ class Playback:
         self.work: list[WorkRequest] = []
         self.priorities: list[int] = []
         self.yielded = 0
+        self.num_open = 0
+        self.begun = asyncio.Event()
+        self.clean = asyncio.Event()
         self.closed = asyncio.Event()
 
     async def generate(self, work: WorkRequest, priority: int, record: RequestRecord) -> AsyncGenerator[Token, None]:
         self.work.append(work)
         self.priorities.append(priority)
+        self.num_open += 1
+        self.begun.set()
         try:
             async for token in self.script(work, record):
                 record.add_token(asyncio.get_running_loop().time())
                 self.yielded += 1
                 yield token
         finally:
-            await asyncio.sleep(0)  # cleaning up may wait
+            for _ in range(5):  # cleaning up takes its time, and must not be cut short
+                await asyncio.sleep(0.01)
             self.closed.set()
+            self.num_open -= 1
+            if not self.num_open:
+                self.clean.set()
 
     def status(self) -> cluster_pb2.GetStatusResponse:
         return cluster_pb2.GetStatusResponse(queued_requests=3)
@@ -346,19 +355,20 @@ async def test_cancelling_before_the_first_token(served: Served) -> None:
     served.pipeline.script = silent
     call = served.stub.Generate(pb.GenerateRequest(text="x"))
     reading = asyncio.ensure_future(call.read())
-    while not served.pipeline.work:
-        await asyncio.sleep(0.01)
+    await served.pipeline.begun.wait()
     call.cancel()
     await asyncio.wait_for(served.pipeline.closed.wait(), 5)
     reading.cancel()
 
 
-async def test_a_client_that_does_not_read_stops_the_pulling(served: Served) -> None:
-    async def wide(work: WorkRequest, record: RequestRecord) -> AsyncIterator[Token]:
-        for number in range(20_000):
-            yield Token(number, 40, (Candidate(40, -1.0),) * work.top_logprobs)
+async def test_a_client_that_does_not_read_stops_the_pulling(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    wide = (Candidate(40, -1.0),) * 4000
 
-    served.pipeline.script = wide
+    async def broad(work: WorkRequest, record: RequestRecord) -> AsyncIterator[Token]:
+        for number in range(20_000):
+            yield Token(number, 40, wide)
+
+    served.pipeline.script = broad
     call = served.stub.Generate(pb.GenerateRequest(text="x", top_logprobs=20))
     await call.read()
     pulled = -1
@@ -366,14 +376,36 @@ async def test_a_client_that_does_not_read_stops_the_pulling(served: Served) -> 
         pulled = served.pipeline.yielded
         await asyncio.sleep(0.5)
     assert pulled < 20_000
-    call.cancel()
+    call.cancel()  # the blocked write fails, and then the handler is cancelled
     await asyncio.wait_for(served.pipeline.closed.wait(), 5)
+    assert not caplog.records
+
+
+async def test_deadlines_and_cancels_at_once_leave_nothing_open(served: Served) -> None:
+    served.pipeline.script = endless
+
+    async def one(index: int) -> None:
+        call = served.stub.Generate(pb.GenerateRequest(text="x"), timeout=0.05 + index * 0.003)
+        if index % 2:
+            asyncio.get_running_loop().call_later(0.05 + index * 0.003, call.cancel)
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            async for _ in call:
+                pass
+
+    await asyncio.gather(*map(one, range(40)))
+    await asyncio.wait_for(served.pipeline.clean.wait(), 5)
+    assert served.pipeline.num_open == 0
 
 
 async def test_models(served: Served) -> None:
     model = (await served.stub.GetModel(pb.GetModelRequest())).model
     assert (model.name, model.fingerprint, model.vocab_size, model.context_window) == ("toy", "f00d", 512, 64)
-    assert (list(model.eos_token_ids), model.dtype, model.exact, model.has_chat_template) == ([2], "float32", True, True)
+    assert (list(model.eos_token_ids), model.dtype, model.exact, model.has_chat_template) == (
+        [2],
+        "float32",
+        True,
+        True,
+    )
     assert list((await served.stub.ListModels(pb.ListModelsRequest())).models) == [model]
 
 

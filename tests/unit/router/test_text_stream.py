@@ -54,7 +54,7 @@ def expected(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
 TOY_IDS = st.one_of(
     st.lists(st.integers(0, TOY_VOCAB_SIZE + 3), max_size=40),
     st.text("aeéb日👩 th", max_size=20).map(TOY.encode),
-    st.lists(st.sampled_from(TOY.encode("é日👩abt") + [0, 2]), max_size=20),
+    st.lists(st.sampled_from([*TOY.encode("é日👩abt"), 0, 2]), max_size=20),
 )
 STOPS = st.lists(st.text("aeéb日 th\ufffd", min_size=1, max_size=4), max_size=4).map(tuple)
 
