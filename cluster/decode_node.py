@@ -7,6 +7,7 @@ from decode_worker.service import DecodeServicer, Receiver
 from decode_worker.worker import DecodeWorker
 from pdserve.config import NodeConfig
 from pdserve.internal.v1 import decode_pb2_grpc, link_pb2_grpc
+from transport.control import LinkServicer, decode_links
 
 SERVICES = ("pdserve.internal.v1.DecodeService", "pdserve.internal.v1.LinkService")
 
@@ -18,10 +19,10 @@ async def serve_decode(config: NodeConfig) -> None:
     worker = DecodeWorker(engine, own.worker, own.incarnation, config.cluster.max_batch)
     servicer = DecodeServicer(worker.submit)
     thread: EngineThread[StepUpdate] = EngineThread(worker, servicer.deliver)
-    links = make_receive_links(own, link_config(config), config.cluster.device)
+    links = decode_links(own, link_config(config), engine.cache.pages.device)
     server = WorkerServer(config, "decode", own)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc)
-    link_pb2_grpc.add_LinkServiceServicer_to_server(links.servicer, server.grpc)
+    link_pb2_grpc.add_LinkServiceServicer_to_server(LinkServicer(links), server.grpc)
     receiver = Receiver(worker.submit, worker.is_live, links)
     thread.start()
     try:

@@ -13,7 +13,8 @@ from pdserve.vitals import Vitals
 from prefill_worker.commands import StepUpdate
 from prefill_worker.service import PrefillServicer
 from prefill_worker.worker import PrefillWorker
-from transport.send import SendLinks
+from transport.control import prefill_links
+from transport.send import PrefillLinks
 
 SERVICES = ("pdserve.internal.v1.PrefillService",)
 
@@ -23,7 +24,7 @@ class _Vitals:
     """The engine's vitals, with the decode workers that its links reach."""
 
     thread: EngineThread[StepUpdate]
-    links: SendLinks
+    links: PrefillLinks
 
     def vitals(self) -> Vitals:
         return self.thread.vitals(linked=tuple(self.links.links_up().values()))
@@ -34,7 +35,7 @@ async def serve_prefill(config: NodeConfig) -> None:
     engine = load(config)
     own = own_end(config, engine)
     worker = PrefillWorker(engine, config.cluster.chunk_tokens, config.cluster.slot_bytes)
-    links = make_send_links(own, link_config(config), config.cluster.device)
+    links = prefill_links(own, link_config(config), engine.cache.pages.device)
     servicer = PrefillServicer(worker.submit, links)
     thread: EngineThread[StepUpdate] = EngineThread(worker, servicer.deliver)
     server = WorkerServer(config, "prefill", own)
@@ -48,7 +49,7 @@ async def serve_prefill(config: NodeConfig) -> None:
         await thread.stop()
 
 
-async def _follow(membership: Membership, links: SendLinks) -> None:
+async def _follow(membership: Membership, links: PrefillLinks) -> None:
     """Keep a link to every decode worker that is a member."""
     kept: set[WorkerId] = set()
     async for view in membership.views():

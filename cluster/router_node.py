@@ -25,7 +25,7 @@ DRAIN_LIMIT_S = 10.0
 async def serve_router(config: NodeConfig) -> None:
     """Serve until SIGTERM or SIGINT, then let running requests finish within a limit."""
     cluster = config.cluster
-    text = TextModel(Path(config.model_dir))
+    text = TextModel.load(Path(config.model_dir))
     room = WaitingRoom(cluster.queue_limit)
     health_changed = asyncio.Event()
 

@@ -4,8 +4,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
 
 from cluster.registry import Registration
 from engine.load import Engine, EngineConfig, load_engine
@@ -24,6 +23,8 @@ WORKER_SERVICE = "pdserve.internal.v1.WorkerService"
 def load(config: NodeConfig) -> Engine:
     """The engine of this worker; takes seconds."""
     cluster = config.cluster
+    assert cluster.dtype != "auto"  # resolved
+    assert cluster.device != "auto"
     return load_engine(
         EngineConfig(
             model_path=config.model_dir,
@@ -45,6 +46,7 @@ def own_end(config: NodeConfig, engine: Engine) -> Own:
 def link_config(config: NodeConfig) -> LinkConfig:
     """How this cluster makes links."""
     cluster = config.cluster
+    assert cluster.backend != "auto"  # resolved
     return LinkConfig(backend=cluster.backend, slot_bytes=cluster.slot_bytes, host=cluster.host)
 
 
@@ -57,9 +59,7 @@ class WorkerServer:
         self._own = own
         self.grpc = rpc.server()
 
-    async def run(
-        self, vitals: VitalsSource, services: Sequence[str], parts: Sequence[Coroutine[Any, Any, Any]]
-    ) -> None:
+    async def run(self, vitals: VitalsSource, services: Sequence[str], parts: Sequence[Awaitable[object]]) -> None:
         """Serve and be registered until one of `parts` ends or fails; they all end with it."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WatchServicer(self._own.incarnation, vitals), self.grpc)
         health = rpc.add_health_and_reflection(self.grpc, [WORKER_SERVICE, *services])

@@ -12,11 +12,14 @@ import grpc.aio
 
 from decode_worker.commands import Command, Decode, GaveUp, Landed, Release, Reserve, StepUpdate, StreamGone
 from decode_worker.outbox import Event, Outbox
+from pdserve import rpc
 from pdserve.errors import LinkDown, ProtocolError, Unavailable
 from pdserve.handover import PageRun
 from pdserve.internal.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.wire import request_from_wire, ticket_from_wire, token_from_wire
 from transport.base import Offer, ReceiveLinks
+
+_Context = grpc.aio.ServicerContext[decode_pb2.ConnectRequest, decode_pb2.ConnectResponse]
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -27,26 +30,23 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._numbers = itertools.count()
         self._outboxes: dict[int, Outbox] = {}
 
-    async def Connect(  # type: ignore[override]
-        self,
-        request_iterator: AsyncIterator[decode_pb2.ConnectRequest],
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
-    ) -> AsyncIterator[decode_pb2.ConnectResponse]:
+    # A coroutine that writes, not an async generator: gRPC would leave a cancelled generator to the garbage collector.
+    async def Connect(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[decode_pb2.ConnectRequest], context: _Context
+    ) -> None:
         """Serve one router; see decode.proto."""
         stream = next(self._numbers)
         outbox = self._outboxes[stream] = Outbox()
-        reader = asyncio.create_task(self._read(stream, request_iterator))
+        writer = asyncio.create_task(_write(outbox, context))
         try:
-            async for message in _until(reader, outbox):
-                yield message
+            async for request in request_iterator:
+                self._submit(_command(stream, request))
+        except ProtocolError as error:
+            await rpc.abort(context, error)
         finally:
-            reader.cancel()
+            writer.cancel()
             del self._outboxes[stream]
             self._submit(StreamGone(stream))
-
-    async def _read(self, stream: int, requests: AsyncIterator[decode_pb2.ConnectRequest]) -> None:
-        async for request in requests:
-            self._submit(_command(stream, request))
 
     def deliver(self, update: StepUpdate) -> None:
         """Take an update of the engine, on the event loop."""
@@ -56,15 +56,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 self._outboxes[event.stream].add(event)
 
 
-async def _until(reader: asyncio.Task[None], outbox: Outbox) -> AsyncIterator[decode_pb2.ConnectResponse]:
-    """Messages of the outbox until the router closes its half of the stream."""
-    while not reader.done():
-        taker = asyncio.create_task(outbox.take())
-        await asyncio.wait((reader, taker), return_when=asyncio.FIRST_COMPLETED)
-        if taker.done():
-            yield taker.result()
-        taker.cancel()
-    reader.result()  # a malformed command ends the stream with its error
+async def _write(outbox: Outbox, context: _Context) -> None:
+    """One message is outstanding; what accrues meanwhile merges into the next."""
+    while True:
+        await context.write(await outbox.take())
 
 
 def _command(stream: int, request: decode_pb2.ConnectRequest) -> Command:

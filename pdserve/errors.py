@@ -6,13 +6,13 @@
     ├── DeadlineExceeded         DEADLINE_EXCEEDED    the client's deadline passed
     ├── Cancelled                CANCELLED            the client went away or cancelled
     ├── QueueFull                RESOURCE_EXHAUSTED   too much waits already: says when to try again
-    ├── NoCapacity               RESOURCE_EXHAUSTED   a worker cannot promise the pages now (the router queues and retries)
+    ├── NoCapacity               RESOURCE_EXHAUSTED   a worker has no pages to promise now: the router waits
     ├── Unavailable              UNAVAILABLE          nobody can serve it now
     │   ├── WorkerLost           UNAVAILABLE          a worker died, got stuck or was replaced
     │   └── LinkDown             UNAVAILABLE          the link between two workers broke
     ├── UnknownTicket            FAILED_PRECONDITION  a ticket of another incarnation, or released already
     ├── ProtocolError            INTERNAL             a peer said something the protocol does not allow
-    ├── Incompatible             FAILED_PRECONDITION  two workers do not agree on model or KV layout: prints the difference
+    ├── Incompatible             FAILED_PRECONDITION  two workers differ in model or KV layout: says where
     └── ConfigError              INVALID_ARGUMENT     bad configuration or model files: one line, exit code 2
 
 The status is a *name*, so that this module needs no grpc; `pdserve.rpc` maps names to codes.

@@ -22,7 +22,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Order: temperature, top-k, top-p, min-p, then argmax of logit / T + Gumbel noise."""
+    """How the next token is chosen: temperature, top-k, top-p, min-p, then argmax of logit / T + Gumbel noise."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: off

@@ -5,9 +5,8 @@ A `PdserveError` leaves a server through `abort` (status, plus google.rpc detail
 """
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import grpc
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -95,13 +94,15 @@ def status_of(error: PdserveError) -> status_pb2.Status:
     return status
 
 
-def _packed(detail: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:
+def _packed(
+    detail: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo,
+) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(detail)
     return packed
 
 
-async def abort(context: grpc.aio.ServicerContext, error: PdserveError) -> NoReturn:  # type: ignore[type-arg]
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
     """End the call with the error's status and details."""
     status = rpc_status.to_status(status_of(error))
     context.set_trailing_metadata(status.trailing_metadata)
@@ -111,7 +112,7 @@ async def abort(context: grpc.aio.ServicerContext, error: PdserveError) -> NoRet
 
 def error_of(error: grpc.aio.AioRpcError) -> PdserveError:
     """The typed error behind a failed call; a transport failure is `Unavailable`."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    status = rpc_status.from_call(error)
     for detail in status.details if status else ():
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == "pdserve":

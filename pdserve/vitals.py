@@ -5,7 +5,6 @@ second, or sees a frozen counter in a long step, declares the worker dead.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +42,9 @@ class VitalsSource(Protocol):
         ...
 
 
+_Context = grpc.aio.ServicerContext[worker_pb2.WatchRequest, worker_pb2.WatchResponse]
+
+
 class WatchServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Sends beats to every router that watches."""
 
@@ -50,14 +52,14 @@ class WatchServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._incarnation = incarnation
         self._source = source
 
-    async def Watch(  # type: ignore[override]
+    async def Watch(  # type: ignore[override]  # noqa: N802
         self,
-        request: worker_pb2.WatchRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
-    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        _: worker_pb2.WatchRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.WatchRequest, worker_pb2.WatchResponse],
+    ) -> None:
         """Beat until the router hangs up."""
         while True:
-            yield beat_to_wire(self._incarnation, self._source.vitals())
+            await context.write(beat_to_wire(self._incarnation, self._source.vitals()))
             await asyncio.sleep(BEAT_INTERVAL_S)  # the interval is the contract, not a poll
 
 

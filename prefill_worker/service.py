@@ -5,7 +5,7 @@ Leaving the call for any reason (router gone, cancelled, failed) submits `Cancel
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import grpc.aio
 
@@ -20,6 +20,7 @@ from transport.base import SendLink, SendLinks
 LINK_WAIT_S = 3.0  # a decode worker that has just registered gets its link within this time
 
 _Event = Sampled | Done | Failed
+_Context = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -32,11 +33,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._events: dict[int, asyncio.Queue[_Event]] = {}
         self._pushes: set[asyncio.Task[None]] = set()
 
-    async def Prefill(  # type: ignore[override]
-        self,
-        request: prefill_pb2.PrefillRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+    # A coroutine that writes, not an async generator: gRPC would leave a cancelled generator to the garbage collector.
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
         """Serve one call; see prefill.proto."""
         number = next(self._numbers)
         events = self._events[number] = asyncio.Queue()
@@ -44,8 +42,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             ticket = ticket_from_wire(request.ticket) if request.HasField("ticket") else None
             link = await self._link(ticket) if ticket else None
             self._submit(Start(number, request_from_wire(request.request), ticket, link))
-            async for response in _responses(events):
-                yield response
+            await _answer(events, context)
         except PdserveError as error:
             await rpc.abort(context, error)
         finally:
@@ -88,14 +85,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._submit(PushEnded(call, problem))
 
 
-async def _responses(events: asyncio.Queue[_Event]) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+async def _answer(events: asyncio.Queue[_Event], context: _Context) -> None:
+    """Write what the engine says until it is done; ends with the call at the latest."""
     while True:
-        match await events.get():  # ends with the call: the engine answers, or the router cancels
+        match await events.get():
             case Sampled(_, token, computed):
                 sampled = prefill_pb2.Sampled(token=token_to_wire(token), computed_tokens=computed)
-                yield prefill_pb2.PrefillResponse(sampled=sampled)
+                await context.write(prefill_pb2.PrefillResponse(sampled=sampled))
             case Done(_, kv_bytes, payloads):
-                yield prefill_pb2.PrefillResponse(pushed=prefill_pb2.Pushed(kv_bytes=kv_bytes, payloads=payloads))
+                pushed = prefill_pb2.Pushed(kv_bytes=kv_bytes, payloads=payloads)
+                await context.write(prefill_pb2.PrefillResponse(pushed=pushed))
                 return
             case Failed(_, error):
                 raise error

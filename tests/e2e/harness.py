@@ -85,7 +85,9 @@ class Cluster:
             stub = cluster_pb2_grpc.ClusterServiceStub(channel)
             return stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=5)
 
-    def wait_until(self, what: str, limit_s: float, holds: Callable[[cluster_pb2.GetStatusResponse], bool]) -> cluster_pb2.GetStatusResponse:
+    def wait_until(
+        self, what: str, limit_s: float, holds: Callable[[cluster_pb2.GetStatusResponse], bool]
+    ) -> cluster_pb2.GetStatusResponse:
         """Poll the status until `holds(status)`; fails with the last status."""
         deadline = time.monotonic() + limit_s
         while True:
@@ -151,9 +153,13 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def token_request(token_ids: Sequence[int], max_tokens: int, *, seed: int | None = None, top_logprobs: int = 0) -> generation_pb2.GenerateRequest:
+def token_request(
+    token_ids: Sequence[int], max_tokens: int, *, seed: int | None = None, top_logprobs: int = 0
+) -> generation_pb2.GenerateRequest:
     """Greedy without a seed, at temperature 1 with one; never ended by EOS."""
-    request = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=token_ids), top_logprobs=top_logprobs)
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=token_ids), top_logprobs=top_logprobs
+    )
     request.stopping.max_tokens = max_tokens
     request.stopping.ignore_eos = True
     request.sampling.temperature = 0.0 if seed is None else 1.0

@@ -36,7 +36,9 @@ def test_whole_payloads_go_while_the_prompt_is_computed() -> None:
     assert push.kv_bytes == 11 * LAYOUT.page_bytes
 
 
-@pytest.mark.parametrize(("num_tokens", "runs"), [(1, [(0, 1)]), (16, [(0, 1)]), (17, [(0, 2)]), (64, [(0, 4)]), (65, [(0, 4), (4, 1)])])
+@pytest.mark.parametrize(
+    ("num_tokens", "runs"), [(1, [(0, 1)]), (16, [(0, 1)]), (17, [(0, 2)]), (64, [(0, 4)]), (65, [(0, 4), (4, 1)])]
+)
 def test_a_short_prompt_is_one_payload(num_tokens: int, runs: list[tuple[int, int]]) -> None:
     assert drain(outgoing(num_tokens), num_tokens, is_computed=True) == runs
 

@@ -40,7 +40,9 @@ class Script(decode_pb2_grpc.DecodeServiceServicer):
     async def grant(self, counter: int) -> None:
         reserve = (await self.heard.get()).reserve
         ticket = worker_pb2.Ticket(worker="decode-0", incarnation="inc", counter=counter)
-        self.say.put_nowait(decode_pb2.ConnectResponse(reserved=[decode_pb2.Reserved(call=reserve.call, ticket=ticket)]))
+        self.say.put_nowait(
+            decode_pb2.ConnectResponse(reserved=[decode_pb2.Reserved(call=reserve.call, ticket=ticket)])
+        )
 
     def tokens(self, counter: int, *numbers: int, finish: str = "") -> None:
         tokens = [worker_pb2.Token(number=number, token_id=100 + number) for number in numbers]
@@ -58,7 +60,9 @@ async def connected() -> AsyncIterator[tuple[DecodeClient, Script]]:
     async with rpc.channel(f"127.0.0.1:{port}") as channel:
         client = DecodeClient(WorkerId("decode-0"), channel)
         running = asyncio.create_task(client.run())
-        running.add_done_callback(lambda done: client.fail(WorkerLost(str(done.exception() if not done.cancelled() else ""))))
+        running.add_done_callback(
+            lambda done: client.fail(WorkerLost(str(done.exception() if not done.cancelled() else "")))
+        )
         try:
             yield client, script
         finally:

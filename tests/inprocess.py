@@ -1,0 +1,216 @@
+"""A whole cluster in one process and event loop: toy engines, loopback links, real gRPC between router and workers.
+
+Engines run in threads as in a worker, or are stepped by the test (`stepped=True`), which then decides what happens
+when.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from cluster.engine_thread import EngineThread
+from decode_worker.commands import StepUpdate as DecodeUpdate
+from decode_worker.service import DecodeServicer, Receiver
+from decode_worker.worker import DecodeWorker
+from engine.load import Engine, EngineConfig, load_engine
+from pdserve import rpc
+from pdserve.internal.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
+from pdserve.membership import WorkerInfo
+from pdserve.request import Incarnation, Token, WorkerId, WorkRequest
+from pdserve.vitals import Vitals, WatchServicer
+from prefill_worker.commands import StepUpdate as PrefillUpdate
+from prefill_worker.service import PrefillServicer
+from prefill_worker.worker import PrefillWorker
+from router.directory import Directory
+from router.dispatch import Dispatcher
+from router.pipeline import Pipeline
+from router.record import RequestRecord
+from router.waiting_room import WaitingRoom
+from transport.base import LinkConfig, Own
+from transport.loopback import Loopback
+from transport.receive import DecodeLinks
+from transport.send import PrefillLinks
+
+
+def toy_engine(folder: Path, *, dtype: str = "float32", num_pages: int = 256) -> Engine:
+    """An engine of the toy model in `folder`."""
+    return load_engine(EngineConfig(str(folder), "toy", dtype, num_pages=num_pages))  # type: ignore[arg-type]
+
+
+@dataclass
+class Members:
+    """A membership that the test writes."""
+
+    view: tuple[WorkerInfo, ...] = ()
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def set(self, *view: WorkerInfo) -> None:
+        self.view = view
+        self.changed.set()
+
+    async def views(self) -> AsyncIterator[tuple[WorkerInfo, ...]]:
+        while True:
+            self.changed.clear()
+            yield self.view
+            await self.changed.wait()
+
+
+@dataclass
+class PrefillEnd:
+    info: WorkerInfo
+    worker: PrefillWorker
+    links: PrefillLinks
+    servicer: PrefillServicer
+    thread: EngineThread[PrefillUpdate]
+    server: grpc.aio.Server
+
+    def vitals(self) -> Vitals:
+        return self.thread.vitals(linked=tuple(self.links.links_up().values()))
+
+    async def step(self) -> None:
+        self.servicer.deliver(self.worker.step())
+        await settle()
+
+
+@dataclass
+class DecodeEnd:
+    info: WorkerInfo
+    worker: DecodeWorker
+    links: DecodeLinks
+    servicer: DecodeServicer
+    thread: EngineThread[DecodeUpdate]
+    server: grpc.aio.Server
+
+    async def step(self) -> None:
+        self.servicer.deliver(self.worker.step())
+        await settle()
+
+
+@dataclass
+class InProcess:
+    """The parts, for the test to look into."""
+
+    prefills: list[PrefillEnd]
+    decodes: list[DecodeEnd]
+    loopback: Loopback
+    members: Members
+    room: WaitingRoom
+    directory: Directory
+    pipeline: Pipeline
+
+    async def complete(self, work: WorkRequest, record: RequestRecord | None = None) -> list[Token]:
+        """The whole completion."""
+        record = record or RequestRecord(arrived=0.0)
+        return [token async for token in self.pipeline.generate(work, 0, record)]
+
+    def is_clean(self) -> bool:
+        """Whether nobody holds anything."""
+        counts = [end.worker.page_counts() for end in (*self.prefills, *self.decodes)]
+        requests = sum(end.worker.num_requests for end in (*self.prefills, *self.decodes))
+        return requests == 0 and all(each.free == each.total and each.promised == 0 for each in counts)
+
+    async def assert_clean(self) -> None:
+        """Within a few seconds: a release may still be under way."""
+        async with asyncio.timeout(5):
+            while not self.is_clean():
+                await asyncio.sleep(0.01)
+        assert len(self.room) == 0
+        assert self.pipeline.num_running == 0
+
+
+async def settle() -> None:
+    """Let messages that are under way arrive."""
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def in_process(
+    prefills: Sequence[Engine],
+    decodes: Sequence[Engine],
+    *,
+    chunk_tokens: int = 64,
+    stepped: bool = False,
+    slot_bytes: int = 65536,
+) -> AsyncIterator[InProcess]:
+    """One worker per engine, all connected and serving."""
+    config = LinkConfig(slot_bytes=slot_bytes, op_timeout_s=2.0)
+    loopback, members, room = Loopback(config), Members(), WaitingRoom(64)
+    async with AsyncExitStack() as stack:
+        decode_ends = [await _decode_end(stack, i, engine, config, loopback) for i, engine in enumerate(decodes)]
+        prefill_ends = [
+            await _prefill_end(stack, i, engine, config, loopback, chunk_tokens) for i, engine in enumerate(prefills)
+        ]
+        for end in (*prefill_ends, *decode_ends):
+            if not stepped:
+                end.thread.start()
+                stack.push_async_callback(end.thread.stop)
+        for prefill in prefill_ends:
+            for decode in decode_ends:
+                prefill.links.connect(decode.info)
+                await prefill.links.wait_up(decode.info.id, 2)
+        members.set(*(end.info for end in (*prefill_ends, *decode_ends)))
+        directory = Directory(members, stuck_after_s=5.0, on_change=room.poke)
+        await _background(stack, directory.run())
+        async with asyncio.timeout(5):
+            while len(directory.prefills) + len(directory.decodes) < len(prefill_ends) + len(decode_ends):
+                await asyncio.sleep(0.01)
+        pipeline = Pipeline(Dispatcher(directory, room, chunk_tokens))
+        yield InProcess(prefill_ends, decode_ends, loopback, members, room, directory, pipeline)
+
+
+async def _background(stack: AsyncExitStack, work: object) -> None:
+    task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+
+    async def end() -> None:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    stack.push_async_callback(end)
+
+
+async def _serve(stack: AsyncExitStack, server: grpc.aio.Server) -> str:
+    port = rpc.listen(server, "127.0.0.1", 0)
+    await server.start()
+    stack.push_async_callback(server.stop, 0)
+    return f"127.0.0.1:{port}"
+
+
+async def _decode_end(
+    stack: AsyncExitStack, number: int, engine: Engine, config: LinkConfig, loopback: Loopback
+) -> DecodeEnd:
+    own = Own(WorkerId(f"decode-{number}"), Incarnation(f"d{number}"), engine.card)
+    worker = DecodeWorker(engine, own.worker, own.incarnation, max_batch=64)
+    servicer, server = DecodeServicer(worker.submit), rpc.server()
+    thread: EngineThread[DecodeUpdate] = EngineThread(worker, servicer.deliver)
+    links = DecodeLinks(own, config, loopback)
+    loopback.add(own.worker, links)
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WatchServicer(own.incarnation, thread), server)
+    info = WorkerInfo(own.worker, "decode", own.incarnation, await _serve(stack, server), 0, engine.card)
+    stack.push_async_callback(links.close)
+    await _background(stack, Receiver(worker.submit, worker.is_live, links).run())
+    return DecodeEnd(info, worker, links, servicer, thread, server)
+
+
+async def _prefill_end(
+    stack: AsyncExitStack, number: int, engine: Engine, config: LinkConfig, loopback: Loopback, chunk_tokens: int
+) -> PrefillEnd:
+    own = Own(WorkerId(f"prefill-{number}"), Incarnation(f"p{number}"), engine.card)
+    worker = PrefillWorker(engine, chunk_tokens, config.slot_bytes)
+    links = PrefillLinks(own, config, loopback, loopback)
+    servicer, server = PrefillServicer(worker.submit, links), rpc.server()
+    thread: EngineThread[PrefillUpdate] = EngineThread(worker, servicer.deliver)
+    end = PrefillEnd(
+        WorkerInfo(own.worker, "prefill", own.incarnation, "", 0, engine.card), worker, links, servicer, thread, server
+    )
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WatchServicer(own.incarnation, end), server)
+    end.info = WorkerInfo(own.worker, "prefill", own.incarnation, await _serve(stack, server), 0, engine.card)
+    stack.push_async_callback(links.close)
+    return end

@@ -1,0 +1,78 @@
+"""Prefill and decode over loopback links and real gRPC, in one process: the answer is that of a single engine."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine.batch import Chunk
+from engine.load import Engine
+from engine.sampler import Step, sample
+from pdserve.request import Sampling, Token, WorkRequest
+from router.record import RequestRecord
+from tests.inprocess import in_process, toy_engine
+from tests.toy import write_toy_model
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> list[Engine]:
+    folder: Path = write_toy_model(tmp_path_factory.mktemp("toy"))
+    return [toy_engine(folder) for _ in range(4)]
+
+
+def request(length: int, max_tokens: int, *, seed: int | None = None, top_logprobs: int = 0) -> WorkRequest:
+    token_ids = tuple((7 * i * i + 13 * i + length) % 500 + 3 for i in range(length))
+    sampling = Sampling(temperature=0.0) if seed is None else Sampling(seed=seed)
+    return WorkRequest(f"r{length}", token_ids, length, sampling, max_tokens, top_logprobs=top_logprobs)
+
+
+def reference(engine: Engine, work: WorkRequest) -> list[Token]:
+    """The same completion by one engine: the whole prompt at once, then token by token."""
+    pages = list(range(engine.card.kv_layout.pages_for(work.max_length)))
+    tokens = sample(engine.runner.run([Chunk(work.token_ids, 0, pages, sample=True)]), [Step(work, 0)])
+    while not tokens[-1].finish:
+        chunk = Chunk([tokens[-1].token_id], work.prompt_length + tokens[-1].number, pages, sample=True)
+        tokens += sample(engine.runner.run([chunk]), [Step(work, len(tokens))])
+    return tokens
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 255, 300])
+@pytest.mark.parametrize("seed", [None, 4])
+async def test_disaggregated_equals_one_engine_bit_for_bit(
+    engines: list[Engine], length: int, seed: int | None
+) -> None:
+    work = request(length, 40, seed=seed, top_logprobs=5)
+    async with in_process(engines[:1], engines[1:2]) as cluster:
+        record = RequestRecord(arrived=0.0)
+        assert await cluster.complete(work, record) == reference(engines[2], work)
+        layout = engines[0].card.kv_layout
+        assert record.kv_bytes == layout.pages_for(length) * layout.page_bytes
+        assert (record.computed_tokens, record.decode_steps) == (length, 39)
+        await cluster.assert_clean()
+
+
+async def test_many_at_once_over_two_and_two_workers(engines: list[Engine]) -> None:
+    works = [request(1 + 17 * i, 30, seed=i) for i in range(16)]
+    expected = [reference(engines[0], work) for work in works]
+    async with in_process(engines[:2], engines[2:]) as cluster:
+        assert await asyncio.gather(*map(cluster.complete, works)) == expected
+        await cluster.assert_clean()
+
+
+async def test_one_token_needs_no_decode_worker(engines: list[Engine]) -> None:
+    work = request(20, 1)
+    async with in_process(engines[:1], engines[1:2]) as cluster:
+        record = RequestRecord(arrived=0.0)
+        assert await cluster.complete(work, record) == reference(engines[2], work)
+        assert record.decode is None
+        assert record.kv_bytes == 0
+        await cluster.assert_clean()
+
+
+async def test_the_first_token_may_end_the_request(engines: list[Engine]) -> None:
+    work = request(100, 10)
+    first = reference(engines[2], work)[0]
+    work = WorkRequest("", work.token_ids, 100, work.sampling, 10, stop_token_ids=frozenset([first.token_id]))
+    async with in_process(engines[:1], engines[1:2]) as cluster:
+        assert [token.finish for token in await cluster.complete(work)] == ["stop_token"]
+        await cluster.assert_clean()
