@@ -51,7 +51,7 @@ help:  ## Show this list
 # ---- the virtual environment: .run serves, .dev tests as well -------------------------------------------------------
 
 $(BIN)/python:
-	@python=; for name in python3.13 python3.12 python3.11 python3; do \
+	@python=; for name in python3.11 python3.12 python3.13 python3; do \
 	    if $$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	    then python=$$name; break; fi; \
 	done; \
@@ -66,7 +66,7 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) -e '.[cluster,dev]'
+	$(PIP) --no-compile -e '.[cluster,dev]'
 	@touch $@
 
 .PHONY: demo bench test check format proto proto-image clean help
