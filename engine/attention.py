@@ -1,27 +1,28 @@
 """Attention over pages, and the writing of K and V into them.
 
-Every forward writes the K and V of its rows for a layer, then attends: so a row finds its own key in the cache like all earlier ones.
+Every forward writes the K and V of its rows for a layer, then attends: so a row finds its own key in the cache like all
+earlier ones.
 """
 
+import ctypes
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from engine.batch import Batch
 from engine.kv_cache import KvCache, from_groups, place_in_group, to_groups
+from engine.native import Library
 
 
 def torch_write_kv(k: Tensor, v: Tensor, cache: KvCache, layer: int, batch: Batch) -> None:
     """See `engine.kernels.WriteKv`."""
-    layout, positions = cache.layout, batch.positions.long()
-    counts = batch.row_starts.diff().long()
+    positions, counts = batch.positions.long(), batch.row_starts.diff().long()
     sequences = torch.repeat_interleave(torch.arange(batch.num_sequences, device=k.device), counts)
-    pages = batch.page_table[sequences, positions // layout.page_tokens].long()
-    slots = positions % layout.page_tokens
-    keys = cache.pages[:, layer, 0].unflatten(-1, (layout.head_dim, layout.page_tokens))
-    values = cache.pages[:, layer, 1].unflatten(-1, (layout.page_tokens, layout.head_dim))
+    pages = batch.page_table[sequences, positions // cache.layout.page_tokens].long()
+    slots = positions % cache.layout.page_tokens
+    keys, values = _keys_values(cache.pages[:, layer], cache)
     keys[pages, :, :, place_in_group(slots, keys.dtype)] = k.to(keys.dtype)
     values[pages, :, slots] = to_groups(v.to(values.dtype))
 
@@ -38,12 +39,17 @@ def torch_attend(q: Tensor, cache: KvCache, layer: int, batch: Batch) -> Tensor:
     return out
 
 
+def _keys_values(pages: Tensor, cache: KvCache) -> tuple[Tensor, Tensor]:
+    """Views of one layer of some pages: K [pages, kv_heads, head_dim, page_tokens], V with the last two exchanged."""
+    tokens, dim = cache.layout.page_tokens, cache.layout.head_dim
+    shape = pages.shape[0], cache.layout.num_kv_heads
+    return pages[:, 0].view(*shape, dim, tokens), pages[:, 1].view(*shape, tokens, dim)
+
+
 def _gather(cache: KvCache, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
     """K and V of a sequence, both [kv_heads, tokens, head_dim]."""
-    layout = cache.layout
-    rows = cache.pages[pages, layer]  # [pages, 2, kv_heads, page_tokens * head_dim]
-    keys = from_groups(rows[:, 0].unflatten(-1, (layout.head_dim, layout.page_tokens))).transpose(-1, -2)
-    values = from_groups(rows[:, 1].unflatten(-1, (layout.page_tokens, layout.head_dim)))
+    keys, values = _keys_values(cache.pages[pages, layer], cache)
+    keys, values = from_groups(keys).transpose(-1, -2), from_groups(values)
     return keys.transpose(0, 1).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
 
 
@@ -53,4 +59,91 @@ def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     mask = torch.ones(num_rows, length, dtype=torch.bool, device=q.device).tril(length - num_rows)
     query, group = q.transpose(0, 1), q.shape[1] // keys.shape[0]
     keys, values = (x.to(q.dtype).repeat_interleave(group, 0) for x in (keys, values))
-    return F.scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=mask)[0].transpose(0, 1)
+    return functional.scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=mask)[0].transpose(
+        0, 1
+    )
+
+
+class NativeAttention:
+    """csrc/pages.c and csrc/attention.c, for a cache on a CPU."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def write_kv(self, k: Tensor, v: Tensor, cache: KvCache, layer: int, batch: Batch) -> None:
+        """See `engine.kernels.WriteKv`. Raises IndexError for a page that the cache does not have."""
+        expected = (batch.num_rows, cache.layout.num_kv_heads, cache.layout.head_dim)
+        if k.shape != expected or v.shape != expected:
+            raise ValueError(f"expected k and v of shape {list(expected)}, got {list(k.shape)} and {list(v.shape)}")
+        k, v = _dense_heads(k), _dense_heads(v)
+        pages = _pages_args(cache, layer, batch)
+        args = _WriteArgs(pages, k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0))
+        _check(self._library.call("write_kv", args), cache)
+
+    def attend(self, q: Tensor, cache: KvCache, layer: int, batch: Batch) -> Tensor:
+        """See `engine.kernels.Attend`. Raises IndexError for a page that the cache does not have."""
+        if (
+            q.shape[0] != batch.num_rows
+            or q.shape[1] % cache.layout.num_kv_heads
+            or q.shape[2] != cache.layout.head_dim
+        ):
+            raise ValueError(f"q of shape {list(q.shape)} does not fit {batch.num_rows} rows and {cache.layout}")
+        q = _dense_heads(q)
+        out = torch.empty(q.shape)
+        pages = _pages_args(cache, layer, batch)
+        args = _AttendArgs(pages, q.data_ptr(), out.data_ptr(), q.shape[1], q.stride(0))
+        _check(self._library.call("attend", args), cache)
+        return out
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """fp32 rows [T, heads, head_dim], each without gaps."""
+    x = x.float()
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _check(status: int, cache: KvCache) -> None:
+    if status == -1:
+        raise IndexError(f"the page table is too short or names pages beyond the {cache.num_pages} of the cache")
+    if status:
+        raise MemoryError("no memory for attention's scratch space")
+
+
+class _PagesArgs(ctypes.Structure):
+    """pages_args in csrc/pages.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("pages", "positions", "row_starts", "page_table")),
+        *(
+            (name, ctypes.c_long)
+            for name in ("num_pages", "num_layers", "kv_heads", "head_dim", "page_tokens", "is_bf16")
+        ),
+        *((name, ctypes.c_long) for name in ("layer", "sequences", "max_pages")),
+    ]
+
+
+def _pages_args(cache: KvCache, layer: int, batch: Batch) -> _PagesArgs:
+    layout, (sequences, max_pages) = cache.layout, batch.page_table.shape
+    pointers = (x.data_ptr() for x in (cache.pages, batch.positions, batch.row_starts, batch.page_table))
+    shape = (cache.num_pages, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_tokens)
+    return _PagesArgs(*pointers, *shape, int(layout.dtype == "bfloat16"), layer, sequences, max_pages)
+
+
+class _WriteArgs(ctypes.Structure):
+    """write_args in csrc/pages.c."""
+
+    _fields_ = [
+        ("at", _PagesArgs),
+        *((name, ctypes.c_void_p) for name in ("k", "v")),
+        *((name, ctypes.c_long) for name in ("ldk", "ldv")),
+    ]
+
+
+class _AttendArgs(ctypes.Structure):
+    """attend_args in csrc/attention.c."""
+
+    _fields_ = [
+        ("at", _PagesArgs),
+        *((name, ctypes.c_void_p) for name in ("q", "out")),
+        *((name, ctypes.c_long) for name in ("heads", "ldq")),
+    ]

@@ -1,7 +1,8 @@
 """What one forward pass works on.
 
 The scheduler gives chunks (some tokens of one sequence each: a piece of a prompt, or the one token of a decode step).
-`build_batch` lays them side by side as rows; the model, attention and the KV cache read the same `Batch`. It lives for one forward.
+`build_batch` lays them side by side as rows; the model, attention and the KV cache read the same `Batch`. It lives for
+one forward.
 """
 
 from collections.abc import Sequence

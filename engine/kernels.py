@@ -1,8 +1,9 @@
 """The numeric routines that a model is built from, chosen once for a device.
 
-`choose_kernels` returns either the native ones (C, compiled at first use, CPU) or their torch twins (CUDA, or no C compiler).
-The native ones are path-invariant by construction: a row's result does not depend, in any bit, on the other rows of the call. On a CPU
-activations are fp32 whatever the dtype of weights and pages; on CUDA they have the model's dtype.
+`choose_kernels` returns either the native ones (C, compiled at first use, CPU) or their torch twins (CUDA, or no C
+compiler). The native ones are path-invariant by construction: a row's result does not depend, in any bit, on the other
+rows of the call. On a CPU activations are fp32 whatever the dtype of weights and pages; on CUDA they have the model's
+dtype.
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,10 @@ class SiluMul(Protocol):
 
 class Rotate(Protocol):
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-        """Rotary embedding in place of x [T, heads, head_dim], first half against second half; cos and sin [window, head_dim / 2] fp32."""
+        """Rotary embedding of x [T, heads, head_dim] in place, first half of a head against its second half.
+
+        cos and sin [window, head_dim / 2] fp32, positions [T] int32.
+        """
 
 
 @dataclass(frozen=True)
@@ -82,4 +86,14 @@ def torch_kernels() -> Kernels:
 
 def native_kernels(library: native.Library) -> Kernels:
     """Those of the compiled library, for CPU tensors."""
-    raise NotImplementedError
+    pages, rows = attention.NativeAttention(library), ops.NativeOps(library)
+    return Kernels(
+        name="native",
+        exact=True,
+        linear=linear.native_linear(library),
+        write_kv=pages.write_kv,
+        attend=pages.attend,
+        rms_norm=rows.rms_norm,
+        silu_mul=rows.silu_mul,
+        rotate=rows.rotate,
+    )

@@ -1,13 +1,14 @@
 """The keys and values of all sequences, in pages.
 
-A page holds `page_tokens` consecutive tokens of one sequence for all layers and is one contiguous piece of memory, so that it moves
-between processes as it lies. The forward pass writes a row's K and V (`Kernels.write_kv`), attention reads them, `read_pages` and
-`write_pages` carry whole pages out and in. Which page belongs to whom is the scheduler's business.
+A page holds `page_tokens` consecutive tokens of one sequence for all layers and is one contiguous piece of memory, so
+that it moves between processes as it lies. The forward pass writes a row's K and V (`Kernels.write_kv`), attention
+reads them, `read_pages` and `write_pages` carry whole pages out and in. Which page belongs to whom is the scheduler's
+business.
 
-Inside a page, for each layer: K of every KV head as [head_dim][page_tokens], then V of every KV head as [page_tokens][head_dim], so that
-attention runs over neighbouring tokens for the scores and over neighbouring dimensions for the sum, always in groups of 16. In bfloat16 such a
-group lies as 0, 8, 1, 9, ... 7, 15: read as eight 32-bit words, the low halves are elements 0-7 and the high halves 8-15, and one shift or
-one mask makes fp32 of them.
+Inside a page, for each layer: K of every KV head as [head_dim][page_tokens], then V of every KV head as
+[page_tokens][head_dim], so that attention runs over neighbouring tokens for the scores and over neighbouring dimensions
+for the sum, always in groups of 16. In bfloat16 such a group lies as 0, 8, 1, 9, ... 7, 15: read as eight 32-bit words,
+the low halves are elements 0-7 and the high halves 8-15, and one shift or one mask makes fp32 of them.
 """
 
 from collections.abc import Sequence
@@ -59,19 +60,17 @@ class KvCache:
 
 
 def to_groups(x: Tensor) -> Tensor:
-    """Order of elements inside a page: the last dimension, a multiple of 16, in groups; bfloat16 groups become pairs."""
+    """Order of elements inside a page: groups of 16 along the last dimension, those of bfloat16 in pairs."""
     if x.dtype != torch.bfloat16:
         return x
-    halves = x.unflatten(-1, (-1, 2, GROUP // 2))
-    return halves.transpose(-1, -2).flatten(-3)
+    return x.reshape(*x.shape[:-1], -1, 2, GROUP // 2).transpose(-1, -2).flatten(-3)
 
 
 def from_groups(x: Tensor) -> Tensor:
     """Undo `to_groups`."""
     if x.dtype != torch.bfloat16:
         return x
-    pairs = x.unflatten(-1, (-1, GROUP // 2, 2))
-    return pairs.transpose(-1, -2).flatten(-3)
+    return x.reshape(*x.shape[:-1], -1, GROUP // 2, 2).transpose(-1, -2).flatten(-3)
 
 
 def place_in_group(index: Tensor, dtype: torch.dtype) -> Tensor:

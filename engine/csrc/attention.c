@@ -1,0 +1,201 @@
+/* Causal attention over pages, online softmax.
+ *
+ * The query heads that share a KV head go together ("queries": a row's heads behind one another), several rows of a sequence in one strip.
+ * Keys are taken in blocks of 64 tokens counted from position 0; a query sees its blocks in order, and in its last block only the tokens up
+ * to its own position: rows whose block is not full are computed one by one, so that nothing behind a row is ever added to it, garbage
+ * and NaN in unused slots included. What a query goes through is thus a function of its position alone.
+ */
+#include <stdlib.h>
+
+#include "pages.h"
+
+#define BLOCK 64
+#define BLOCK_GROUPS (BLOCK / GROUP)
+#define STRIP 48 /* queries */
+
+typedef struct {
+    pages_args at;
+    const float *q; /* [rows][heads][head_dim], rows ldq floats apart */
+    float *out;     /* [rows][heads][head_dim] */
+    long heads, ldq;
+} attend_args;
+
+typedef struct { /* of a strip; all but `scores` live while blocks pass */
+    float *q;            /* [queries][head_dim], scaled so that weights are powers of 2 */
+    float *out;          /* [queries][head_dim], not yet divided by the sum of weights */
+    float (*scores)[BLOCK];
+    float *max, *shrink; /* [queries]: largest score so far; factor for what was summed before it */
+    group *sum;          /* [queries]: weights so far, by token modulo 16 */
+} strip;
+
+typedef struct { /* tokens that some queries of a strip look at */
+    const char *keys[BLOCK_GROUPS], *values[BLOCK_GROUPS];
+    const char *next_keys[BLOCK_GROUPS], *next_values[BLOCK_GROUPS]; /* of the block after it: pages lie far apart in memory */
+    int tokens, groups;
+} block;
+
+/* Where K and V of the 16 tokens from `token` on lie. */
+INLINE void find_group(const attend_args *a, long sequence, long kv_head, long token, const char **keys, const char **values) {
+    const pages_args *at = &a->at;
+    long bytes = element_bytes(at), slot = token % at->page_tokens, page = page_of(at, sequence, token);
+    *keys = page_part(at, page, 0, kv_head) + slot * bytes;
+    *values = page_part(at, page, 1, kv_head) + slot * at->head_dim * bytes;
+}
+
+/* The tokens from `start` to `end`, at most a block of them; `length` is how many tokens there are in all. */
+INLINE block find_block(const attend_args *a, long sequence, long kv_head, long start, long end, long length) {
+    long tokens = end - start < BLOCK ? end - start : BLOCK;
+    block b = {.tokens = (int)tokens, .groups = (int)((tokens + GROUP - 1) / GROUP)};
+    for (int g = 0; g < b.groups; g++) {
+        long token = start + g * GROUP, next = token + BLOCK < length ? token + BLOCK : token;
+        find_group(a, sequence, kv_head, token, &b.keys[g], &b.values[g]);
+        find_group(a, sequence, kv_head, next, &b.next_keys[g], &b.next_values[g]);
+    }
+    return b;
+}
+
+INLINE void score_tile(const attend_args *a, strip *s, const block *b, const int rows, const int groups, long query,
+                       int first, const int is_bf16) {
+    long dim = a->at.head_dim;
+    tile t;
+    UNROLL for (int j = 0; j < rows * groups; j++) UNROLL for (int i = 0; i < PARTS; i++) t.at[j].part[i] = splat(0.0f);
+    accumulate(&t, rows, groups, dim, s->q + query * dim, dim, b->keys + first, b->next_keys + first,
+               a->at.page_tokens * (is_bf16 ? 2 : 4), is_bf16);
+    UNROLL for (int m = 0; m < rows; m++) UNROLL for (int g = 0; g < groups; g++) UNROLL for (int i = 0; i < PARTS; i++)
+        store(&s->scores[query + m][(first + g) * GROUP + i * LANES], t.at[m * groups + g].part[i]);
+}
+
+/* The largest score of a row, and of the blocks before it. */
+INLINE float largest(const float *row, int groups, float top) {
+    vf lanes = splat(top);
+    for (int i = 0; i < groups * GROUP; i += LANES) lanes = max_f(load(row + i), lanes);
+    for (int i = 0; i < LANES; i++) top = lanes[i] > top ? lanes[i] : top;
+    return top;
+}
+
+/* Turn the scores of one query into weights 2^(score - max), and keep the running maximum and sum. */
+INLINE void weigh(strip *s, const block *b, long query) {
+    float *row = s->scores[query];
+    for (int i = b->tokens; i < b->groups * GROUP; i++) row[i] = -INFINITY;
+    vf top = splat(largest(row, b->groups, s->max[query])), shrink = exp2_f(splat(s->max[query]) - top);
+    group sum = s->sum[query];
+    UNROLL for (int i = 0; i < PARTS; i++) sum.part[i] = sum.part[i] * shrink;
+    for (int g = 0; g < b->groups; g++) UNROLL for (int i = 0; i < PARTS; i++) {
+        float *at = row + g * GROUP + i * LANES;
+        vf weight = exp2_f(load(at) - top);
+        store(at, weight);
+        sum.part[i] += weight;
+    }
+    s->sum[query] = sum;
+    s->max[query] = top[0];
+    s->shrink[query] = shrink[0];
+}
+
+INLINE void value_tile(const attend_args *a, strip *s, const block *b, const int rows, const int groups, long query,
+                       long first, const int is_bf16) {
+    long dim = a->at.head_dim, bytes = is_bf16 ? 2 : 4;
+    float *out = s->out + query * dim + first * GROUP;
+    tile t;
+    UNROLL for (int m = 0; m < rows; m++) UNROLL for (int j = 0; j < groups * PARTS; j++)
+        t.at[m * groups + j / PARTS].part[j % PARTS] = load(out + m * dim + j * LANES) * splat(s->shrink[query + m]);
+    for (int n = 0; n < b->groups; n++) {
+        const char *values[4], *next[4];
+        int tokens = b->tokens - n * GROUP < GROUP ? b->tokens - n * GROUP : GROUP;
+        UNROLL for (int g = 0; g < groups; g++) {
+            values[g] = b->values[n] + (first + g) * GROUP * bytes;
+            next[g] = b->next_values[n] + (first + g) * GROUP * bytes;
+        }
+        accumulate(&t, rows, groups, tokens, s->scores[query] + n * GROUP, BLOCK, values, next, dim * bytes, is_bf16);
+    }
+    UNROLL for (int m = 0; m < rows; m++) UNROLL for (int j = 0; j < groups * PARTS; j++)
+        store(out + m * dim + j * LANES, t.at[m * groups + j / PARTS].part[j % PARTS]);
+}
+
+INLINE void attend_block_as(const attend_args *a, strip *s, const block *b, long begin, long end, const int is_bf16) {
+    int rows, done = 1;
+    for (long query = begin; query < end; query += rows) {
+        rows = next_rows(end - query);
+        for (int first = 0; first < b->groups; first += done) {
+#define TILE(m, g) (score_tile(a, s, b, m, g, query, first, is_bf16), done = g)
+            FOR_TILE(TILE, rows, b->groups - first)
+#undef TILE
+        }
+        for (int m = 0; m < rows; m++) weigh(s, b, query + m);
+        long groups = a->at.head_dim / GROUP;
+        for (long first = 0; first < groups; first += done) {
+#define TILE(m, g) (value_tile(a, s, b, m, g, query, first, is_bf16), done = g)
+            FOR_TILE(TILE, rows, groups - first)
+#undef TILE
+        }
+    }
+}
+
+/* One block for the queries begin..end of a strip. */
+static void attend_block(const attend_args *a, strip *s, const block *b, long begin, long end) {
+    if (a->at.is_bf16) attend_block_as(a, s, b, begin, end, 1);
+    else attend_block_as(a, s, b, begin, end, 0);
+}
+
+static void begin_strip(const attend_args *a, strip *s, long row, long rows, long kv_head) {
+    long dim = a->at.head_dim, shared = a->heads / a->at.kv_heads;
+    float scale = (float)(1.4426950408889634 / sqrt((double)dim)); /* log2(e): weights are powers of 2 */
+    for (long r = 0; r < rows; r++)
+        for (long i = 0; i < shared * dim; i++)
+            s->q[r * shared * dim + i] = a->q[(row + r) * a->ldq + kv_head * shared * dim + i] * scale;
+    memset(s->out, 0, rows * shared * dim * sizeof(float));
+    memset(s->sum, 0, rows * shared * sizeof(group));
+    for (long i = 0; i < rows * shared; i++) s->max[i] = -INFINITY;
+}
+
+static void end_strip(const attend_args *a, const strip *s, long row, long rows, long kv_head) {
+    long dim = a->at.head_dim, shared = a->heads / a->at.kv_heads;
+    for (long query = 0; query < rows * shared; query++) {
+        float sum = sum_group(s->sum[query]);
+        long head = kv_head * shared + query % shared;
+        float *out = a->out + ((row + query / shared) * a->heads + head) * dim;
+        for (long d = 0; d < dim; d++) out[d] = s->out[query * dim + d] / sum;
+    }
+}
+
+static void attend_strip(const attend_args *a, strip *s, long sequence, long row, long rows, long kv_head) {
+    long shared = a->heads / a->at.kv_heads, position = a->at.positions[row];
+    begin_strip(a, s, row, rows, kv_head);
+    for (long start = 0; start < position + rows; start += BLOCK) {
+        long full = start + BLOCK - 1 - position; /* first row that sees the whole block */
+        full = full < 0 ? 0 : full < rows ? full : rows;
+        for (long r = start > position ? start - position : 0; r < full; r++) {
+            block b = find_block(a, sequence, kv_head, start, position + r + 1, position + r + 1);
+            attend_block(a, s, &b, r * shared, (r + 1) * shared);
+        }
+        if (full == rows) continue;
+        block b = find_block(a, sequence, kv_head, start, start + BLOCK, position + rows);
+        attend_block(a, s, &b, full * shared, rows * shared);
+    }
+    end_strip(a, s, row, rows, kv_head);
+}
+
+static void attend_sequence(const attend_args *a, strip *s, long sequence, long strip_rows) {
+    long begin = a->at.row_starts[sequence], end = a->at.row_starts[sequence + 1];
+    for (long kv_head = 0; kv_head < a->at.kv_heads; kv_head++)
+        for (long row = begin; row < end; row += strip_rows) {
+            long rows = end - row < strip_rows ? end - row : strip_rows;
+            attend_strip(a, s, sequence, row, rows, kv_head);
+        }
+}
+
+/* 0; -1 when the page table is wrong; -2 without memory. */
+int attend(const attend_args *a) {
+    if (!pages_valid(&a->at)) return -1;
+    long shared = a->heads / a->at.kv_heads, strip_rows = shared < STRIP ? STRIP / shared : 1;
+    long queries = shared * strip_rows, vectors = queries * a->at.head_dim;
+    float *memory = aligned_alloc(64, (queries * (BLOCK + GROUP + 2) + vectors * 2 + 15) / 16 * 64);
+    if (!memory) return -2;
+    strip s = {.scores = (float (*)[BLOCK])memory, .sum = (group *)(memory + queries * BLOCK)};
+    s.q = memory + queries * (BLOCK + GROUP);
+    s.out = s.q + vectors;
+    s.max = s.out + vectors;
+    s.shrink = s.max + queries;
+    for (long sequence = 0; sequence < a->at.sequences; sequence++) attend_sequence(a, &s, sequence, strip_rows);
+    free(memory);
+    return 0;
+}
