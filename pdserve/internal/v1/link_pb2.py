@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epdserve/internal/v1/link.proto\x12\x13pdserve.internal.v1\"\x9f\x01\n\x0bOpenRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.pdserve.internal.v1.HelloH\x00\x12\x31\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x1d.pdserve.internal.v1.AnnounceH\x00\x12\'\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x18.pdserve.internal.v1.EndH\x00\x42\x07\n\x05\x66rame\"\xad\x01\n\x05Hello\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x11\n\tkv_layout\x18\x05 \x01(\t\x12\x12\n\nslot_bytes\x18\x06 \x01(\x04\x12\r\n\x05slots\x18\x07 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\"8\n\x08\x41nnounce\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04meta\x18\x03 \x01(\x0c\"$\n\x03\x45nd\x12\x0c\n\x04meta\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x62orted\x18\x02 \x01(\t\"\xd1\x01\n\x0cOpenResponse\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.pdserve.internal.v1.WelcomeH\x00\x12+\n\x05ready\x18\x02 \x01(\x0b\x32\x1a.pdserve.internal.v1.ReadyH\x00\x12-\n\x06landed\x18\x03 \x01(\x0b\x32\x1b.pdserve.internal.v1.LandedH\x00\x12+\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x1a.pdserve.internal.v1.AbortH\x00\x42\x07\n\x05\x66rame\"M\n\x07Welcome\x12\x12\n\nstore_host\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\"#\n\x05Ready\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05scrap\x18\x02 \x01(\x08\"\x15\n\x06Landed\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"%\n\x05\x41\x62ort\x12\x0c\n\x04meta\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t2^\n\x0bLinkService\x12O\n\x04Open\x12 .pdserve.internal.v1.OpenRequest\x1a!.pdserve.internal.v1.OpenResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epdserve/internal/v1/link.proto\x12\x13pdserve.internal.v1\"\x9f\x01\n\x0bOpenRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.pdserve.internal.v1.HelloH\x00\x12\x31\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x1d.pdserve.internal.v1.AnnounceH\x00\x12\'\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x18.pdserve.internal.v1.EndH\x00\x42\x07\n\x05\x66rame\"\x81\x01\n\x05Hello\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04\x63\x61rd\x18\x04 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x05 \x01(\t\x12\x12\n\nslot_bytes\x18\x06 \x01(\x04\x12\x11\n\tnum_slots\x18\x07 \x01(\r\"8\n\x08\x41nnounce\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04meta\x18\x03 \x01(\x0c\"$\n\x03\x45nd\x12\x0c\n\x04meta\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x62orted\x18\x02 \x01(\t\"\xd1\x01\n\x0cOpenResponse\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.pdserve.internal.v1.WelcomeH\x00\x12+\n\x05ready\x18\x02 \x01(\x0b\x32\x1a.pdserve.internal.v1.ReadyH\x00\x12-\n\x06landed\x18\x03 \x01(\x0b\x32\x1b.pdserve.internal.v1.LandedH\x00\x12+\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x1a.pdserve.internal.v1.AbortH\x00\x42\x07\n\x05\x66rame\":\n\x07Welcome\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"#\n\x05Ready\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05scrap\x18\x02 \x01(\t\"\x15\n\x06Landed\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"%\n\x05\x41\x62ort\x12\x0c\n\x04meta\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t2^\n\x0bLinkService\x12O\n\x04Open\x12 .pdserve.internal.v1.OpenRequest\x1a!.pdserve.internal.v1.OpenResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENREQUEST']._serialized_start=56
   _globals['_OPENREQUEST']._serialized_end=215
   _globals['_HELLO']._serialized_start=218
-  _globals['_HELLO']._serialized_end=391
-  _globals['_ANNOUNCE']._serialized_start=393
-  _globals['_ANNOUNCE']._serialized_end=449
-  _globals['_END']._serialized_start=451
-  _globals['_END']._serialized_end=487
-  _globals['_OPENRESPONSE']._serialized_start=490
-  _globals['_OPENRESPONSE']._serialized_end=699
-  _globals['_WELCOME']._serialized_start=701
-  _globals['_WELCOME']._serialized_end=778
-  _globals['_READY']._serialized_start=780
-  _globals['_READY']._serialized_end=815
-  _globals['_LANDED']._serialized_start=817
-  _globals['_LANDED']._serialized_end=838
-  _globals['_ABORT']._serialized_start=840
-  _globals['_ABORT']._serialized_end=877
-  _globals['_LINKSERVICE']._serialized_start=879
-  _globals['_LINKSERVICE']._serialized_end=973
+  _globals['_HELLO']._serialized_end=347
+  _globals['_ANNOUNCE']._serialized_start=349
+  _globals['_ANNOUNCE']._serialized_end=405
+  _globals['_END']._serialized_start=407
+  _globals['_END']._serialized_end=443
+  _globals['_OPENRESPONSE']._serialized_start=446
+  _globals['_OPENRESPONSE']._serialized_end=655
+  _globals['_WELCOME']._serialized_start=657
+  _globals['_WELCOME']._serialized_end=715
+  _globals['_READY']._serialized_start=717
+  _globals['_READY']._serialized_end=752
+  _globals['_LANDED']._serialized_start=754
+  _globals['_LANDED']._serialized_end=775
+  _globals['_ABORT']._serialized_start=777
+  _globals['_ABORT']._serialized_end=814
+  _globals['_LINKSERVICE']._serialized_start=816
+  _globals['_LINKSERVICE']._serialized_end=910
 # @@protoc_insertion_point(module_scope)
