@@ -1,0 +1,163 @@
+"""Decode uses what was pushed and nothing else; cancelling frees both sides in every state."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.load import Engine
+from pdserve.errors import UnknownTicket
+from pdserve.request import Sampling, Token, WorkRequest
+from router.record import RequestRecord
+from tests.inprocess import InProcess, in_process, settle, toy_engine
+from tests.toy import write_toy_model
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> list[Engine]:
+    folder: Path = write_toy_model(tmp_path_factory.mktemp("toy"))
+    return [toy_engine(folder) for _ in range(2)]
+
+
+def request(length: int = 200, max_tokens: int = 12) -> WorkRequest:
+    token_ids = tuple((11 * i * i + 5 * i) % 500 + 3 for i in range(length))
+    return WorkRequest("", token_ids, length, Sampling(temperature=0.0), max_tokens, top_logprobs=20)
+
+
+async def test_decode_never_looks_at_its_copy_of_the_prompt(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    work = request()
+    async with in_process(engines[:1], engines[1:]) as cluster:
+        expected = await cluster.complete(work)
+        tickets = cluster.decodes[0].worker._tickets
+        reserve = tickets.reserve
+
+        def poisoned(stream: int, honest: WorkRequest) -> object:
+            return reserve(stream, replace(honest, token_ids=(3,) * len(honest.token_ids)))
+
+        monkeypatch.setattr(tickets, "reserve", poisoned)
+        assert await cluster.complete(work) == expected
+
+
+async def test_a_byte_corrupted_in_flight_changes_the_logits(engines: list[Engine]) -> None:
+    work, layout = request(), engines[0].card.kv_layout
+    async with in_process(engines[:1], engines[1:], slot_bytes=4 * layout.page_bytes) as cluster:
+        expected = await cluster.complete(work)
+        num_payloads = cluster.loopback.num_arrived
+        assert num_payloads == 4
+        for payload in range(num_payloads):
+            # the top byte of a K element: large enough to show in the attention of every later token
+            cluster.loopback.corrupt(cluster.loopback.num_arrived + payload, 3)
+            tokens = await cluster.complete(work)
+            assert tokens[0] == expected[0], "the first token is prefill's own"
+            assert [token.top_logprobs for token in tokens[1:]] != [token.top_logprobs for token in expected[1:]]
+        assert await cluster.complete(work) == expected
+
+
+@pytest.fixture
+async def stepped(engines: list[Engine]) -> AsyncIterator[InProcess]:
+    layout = engines[0].card.kv_layout
+    async with in_process(
+        engines[:1], engines[1:], stepped=True, chunk_tokens=32, slot_bytes=2 * layout.page_bytes
+    ) as cluster:
+        yield cluster
+
+
+class Client:
+    """One request whose tokens are collected in the background; `leave` is what a cancelled client does."""
+
+    def __init__(self, cluster: InProcess, work: WorkRequest) -> None:
+        self.tokens: list[Token] = []
+        self._generation: AsyncGenerator[Token, None] = cluster.pipeline.generate(work, 0, RequestRecord(arrived=0.0))
+        self._task = asyncio.create_task(self._collect())
+
+    async def _collect(self) -> None:
+        try:
+            async for token in self._generation:
+                self.tokens.append(token)
+        finally:
+            await self._generation.aclose()
+
+    async def leave(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await settle()
+
+
+async def reserve(cluster: InProcess) -> Client:
+    client = Client(cluster, request())
+    await settle()
+    await cluster.decodes[0].step()
+    await settle()
+    assert cluster.decodes[0].worker.page_counts().promised > 0
+    return client
+
+
+async def finish(cluster: InProcess, *, steps: int = 3) -> None:
+    for _ in range(steps):
+        await cluster.prefills[0].step()
+        await cluster.decodes[0].step()
+    assert cluster.is_clean()
+
+
+async def test_cancel_while_queued(stepped: InProcess) -> None:
+    for _ in range(10):
+        client = Client(stepped, request())
+        await settle()
+        assert stepped.prefills[0].worker.num_requests == 0, "reserve has not been answered: it waits in the router"
+        await client.leave()
+    await finish(stepped)
+
+
+async def test_cancel_while_prefilling(stepped: InProcess) -> None:
+    for _ in range(10):
+        client = await reserve(stepped)
+        await stepped.prefills[0].step()
+        await stepped.prefills[0].step()
+        assert 0 < stepped.prefills[0].worker.queued_tokens < 200
+        await client.leave()
+        await finish(stepped)
+
+
+async def test_cancel_while_transferring(stepped: InProcess) -> None:
+    for _ in range(10):
+        client = await reserve(stepped)
+        stepped.loopback.hold()
+        for _ in range(8):
+            await stepped.prefills[0].step()
+        assert len(client.tokens) == 1, "the first token came while the KV is held back"
+        assert stepped.prefills[0].worker.num_requests == 1
+        await client.leave()
+        stepped.loopback.release()  # what was announced still flows, into scratch
+        await settle()
+        await finish(stepped, steps=6)
+
+
+async def test_cancel_while_decoding(stepped: InProcess) -> None:
+    for _ in range(10):
+        client = await reserve(stepped)
+        for _ in range(12):
+            await stepped.prefills[0].step()
+            await stepped.decodes[0].step()
+        assert 2 <= len(client.tokens) < 12
+        await client.leave()
+        await finish(stepped)
+
+
+async def test_a_payload_for_a_dead_ticket_is_scrapped_and_prefill_is_told(stepped: InProcess) -> None:
+    client = await reserve(stepped)
+    stepped.loopback.hold()
+    for _ in range(8):
+        await stepped.prefills[0].step()
+    table = stepped.decodes[0].worker._tickets
+    for entry in list(table.of_stream(0)):
+        table.drop(entry)
+    stepped.loopback.release()
+    for _ in range(6):
+        await settle()
+        await stepped.prefills[0].step()
+        await stepped.decodes[0].step()
+    with pytest.raises(UnknownTicket):
+        await client._task
+    await finish(stepped)
