@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 
+from engine.load import Engine, EngineConfig, load_engine
 from engine.model_config import ModelConfig, read_config
 from engine.weights import Weights, random_weights
 
@@ -57,6 +58,11 @@ def toy_config(folder: Path, **changes: Any) -> ModelConfig:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(toy_config_json(**changes)))
     return read_config(folder)
+
+
+def toy_engine(folder: Path, dtype: Literal["float32", "bfloat16"] = "float32", num_pages: int = 64) -> Engine:
+    """The engine of a folder that `write_toy_model` wrote."""
+    return load_engine(EngineConfig(str(folder), "toy", dtype, num_pages=num_pages))
 
 
 def _write_shards(folder: Path, weights: Weights, num_shards: int) -> None:
