@@ -4,7 +4,7 @@ Most models are byte-level: a token is a run of bytes, and a character may be sp
 bytes are computed here from the byte-level alphabet, because the tokenizers library only knows whole characters.
 A folder without tokenizer.json is allowed; then only prompts in token ids work.
 
-A `TextModel` never changes after loading and may be used from several threads. Tokenizing a long prompt takes longer
+A `TextModel` may be used from several threads. Tokenizing a long prompt takes longer
 than an event loop may be blocked: `in_thread_if_long` moves it away.
 """
 
@@ -22,7 +22,7 @@ from tokenizers import Encoding, Tokenizer
 from pdserve.errors import ConfigError, InvalidRequest
 from router.chat import ChatTemplate, Message
 
-LONG_TEXT_BYTES = 4096  # about a millisecond of tokenizing
+LONG_TEXT_BYTES = 4096  # one to four milliseconds of tokenizing
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -64,6 +64,7 @@ class TextModel:
         self._byte_fallback = "ByteFallback" in decoder
         self._space = "▁" if "▁" in decoder else " "
         self._byte_of = _byte_alphabet()
+        self._known_bytes: dict[int, bytes] = {}  # grows up to the vocabulary
         self.special_ids = _special_ids(tokenizer)  # tokens that carry no text, such as end-of-sequence
 
     @staticmethod
@@ -112,20 +113,26 @@ class TextModel:
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, special tokens by their name; empty where there is no such token."""
+        known = self._known_bytes.get(token_id)
+        if known is not None:
+            return known
         token = self.tokenizer.id_to_token(token_id) if self.tokenizer else None
         if token is None:
             return b""
-        if self.byte_level:
-            # A token with a character outside the alphabet was added by hand and stands for itself.
-            values = [self._byte_of.get(character) for character in token]
-            return token.encode() if None in values else bytes(value for value in values if value is not None)
-        if self._byte_fallback and (match := _FALLBACK_BYTE.fullmatch(token)):
-            return bytes.fromhex(match[1])
-        return str(token).replace(self._space, " ").encode()
+        return self._known_bytes.setdefault(token_id, self._bytes_of(token))
 
     def token_text(self, token_id: int) -> str:
         """A token's own text; incomplete characters are U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
+
+    def _bytes_of(self, token: str) -> bytes:
+        if self.byte_level:
+            # A token with a character outside the alphabet was added by hand and stands for itself.
+            in_alphabet = all(character in self._byte_of for character in token)
+            return bytes(self._byte_of[character] for character in token) if in_alphabet else token.encode()
+        if self._byte_fallback and (match := _FALLBACK_BYTE.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return token.replace(self._space, " ").encode()
 
     def _required(self) -> Tokenizer:
         if self.tokenizer is None:
