@@ -1,19 +1,21 @@
 """A Redis of our own for discovery: a child process on a unix socket in a private folder, gone when we are.
 
-Its life: `start_redis(folder)` finds a server binary, starts it tethered to this process, waits until it answers;
-`stop` ends it. It keeps nothing on disk: workers register again every two seconds.
+Its life: `RedisServer(folder)` finds a server binary, starts it tethered to this process, waits until it answers;
+`keep` starts it again when it dies; `stop` ends it. It keeps nothing on disk: workers register again every two seconds.
 """
 
+import asyncio
+import logging
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from cluster.tether import tethered
+from cluster.process_end import process_end
+from cluster.tether import last_line, tethered
 from pdserve.errors import ConfigError
 
 START_TIMEOUT_S = 5.0
@@ -21,38 +23,32 @@ STOP_TIMEOUT_S = 2.0
 _POLL_S = 0.02
 
 
-@dataclass(frozen=True)
-class RedisServer:
-    """A running embedded server."""
+log = logging.getLogger(__name__)
 
-    url: str
-    process: subprocess.Popen[bytes]
+
+class RedisServer:
+    """An embedded server, whose socket and log lie in one folder; make it in the main thread."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start it and wait until it answers. Raises ConfigError."""
+        self._folder = folder
+        self.url = f"unix://{folder}/redis.sock"
+        self.process = _start(folder)
+
+    async def keep(self) -> None:
+        """Start it again whenever it ends, until cancelled; workers fill it again by themselves."""
+        while True:
+            await process_end(self.process.pid)
+            log.warning("the embedded Redis ended with exit code %s; starting it again", self.process.wait())
+            try:
+                self.process = _start(self._folder)
+            except ConfigError as error:
+                log.warning("%s; trying again in %.0f s", error, START_TIMEOUT_S)
+                await asyncio.sleep(START_TIMEOUT_S)
 
     def stop(self) -> None:
         """End it; harmless when it has ended already."""
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def start_redis(folder: Path) -> RedisServer:
-    """Start a server whose socket and log lie in `folder`. Call from the main thread. Raises ConfigError."""
-    socket, log = folder / "redis.sock", folder / "redis.log"
-    command = tethered(_command(find_binary(), socket, folder))
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    server = RedisServer(f"unix://{socket}", process)
-    try:
-        _wait_until_ready(server.url)
-    except redis.RedisError:
-        server.stop()
-        raise ConfigError(f"the embedded Redis did not start: {_last_line(log)}") from None
-    return server
+        _stop(self.process)
 
 
 def find_binary() -> str:
@@ -79,10 +75,33 @@ def check_redis(url: str) -> None:
         raise ConfigError(f"redis_url: {error}") from None
 
 
-def _command(binary: str, socket: Path, folder: Path) -> list[str]:
+def _start(folder: Path) -> "subprocess.Popen[bytes]":
+    log_path, command = folder / "redis.log", tethered(_command(find_binary(), folder))
+    with log_path.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _wait_until_ready(f"unix://{folder}/redis.sock")
+    except redis.RedisError:
+        _stop(process)
+        raise ConfigError(f"the embedded Redis did not start: {last_line(log_path)}") from None
+    return process
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _command(binary: str, folder: Path) -> list[str]:
     # fmt: off
     return [
-        binary, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700",
+        binary, "--port", "0", "--unixsocket", str(folder / "redis.sock"), "--unixsocketperm", "700",
         "--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder),
     ]
     # fmt: on
@@ -93,8 +112,3 @@ def _wait_until_ready(url: str) -> None:
     errors: list[type[Exception]] = [redis.ConnectionError, redis.BusyLoadingError]
     with redis.Redis.from_url(url, retry=retry, retry_on_error=errors) as client:
         client.ping()
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it wrote nothing"

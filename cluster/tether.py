@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -17,6 +18,12 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 def tethered(command: Sequence[str]) -> list[str]:
     """What to start instead of `command`."""
     return [sys.executable, "-S", "-E", "-P", __file__, str(os.getpid()), *command]
+
+
+def last_line(path: Path) -> str:
+    """The end of a log, for one line of error."""
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it wrote nothing"
 
 
 def main() -> None:

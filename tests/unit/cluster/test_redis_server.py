@@ -1,5 +1,6 @@
 """The embedded Redis: private, not persistent, and gone with the process that started it."""
 
+import asyncio
 import signal
 import stat
 import subprocess
@@ -11,12 +12,12 @@ import pytest
 import redis
 
 from cluster import redis_server
-from cluster.redis_server import check_redis, find_binary, start_redis
+from cluster.redis_server import RedisServer, check_redis, find_binary
 from pdserve.errors import ConfigError
 
 
 def test_it_answers_on_a_private_socket_and_stops(tmp_path: Path) -> None:
-    server = start_redis(tmp_path)
+    server = RedisServer(tmp_path)
     try:
         check_redis(server.url)
         assert stat.S_IMODE((tmp_path / "redis.sock").stat().st_mode) == 0o700
@@ -31,11 +32,26 @@ def test_it_answers_on_a_private_socket_and_stops(tmp_path: Path) -> None:
     server.stop()  # twice is harmless
 
 
+async def test_it_is_started_again_at_the_same_address(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    keeping = asyncio.create_task(server.keep())
+    try:
+        first = server.process
+        first.kill()
+        first.wait()
+        await asyncio.to_thread(redis_server._wait_until_ready, server.url)
+        assert server.process is not first
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        server.stop()
+
+
 PARENT = """
 import sys
 from pathlib import Path
-from cluster.redis_server import start_redis
-print(start_redis(Path(sys.argv[1])).process.pid, flush=True)
+from cluster.redis_server import RedisServer
+print(RedisServer(Path(sys.argv[1])).process.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -55,7 +71,7 @@ def test_what_it_said_is_in_the_error(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(redis_server, "START_TIMEOUT_S", 0.3)
     monkeypatch.setattr(redis_server, "find_binary", lambda: "/bin/echo")
     with pytest.raises(ConfigError, match="did not start: --port 0"):
-        start_redis(tmp_path)
+        RedisServer(tmp_path)
 
 
 def test_without_a_binary_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

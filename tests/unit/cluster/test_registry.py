@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from cluster import registry
-from cluster.redis_server import RedisServer, start_redis
+from cluster.redis_server import RedisServer
 from cluster.registry import Registration, RegistryMembership, from_json, merged, to_json
 from pdserve.membership import WorkerInfo
 from pdserve.model_card import KvLayout, ModelCard
@@ -29,7 +29,7 @@ def worker(id: str, incarnation: str = "one") -> WorkerInfo:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    running = start_redis(tmp_path)
+    running = RedisServer(tmp_path)
     yield running
     running.stop()
 
@@ -131,8 +131,7 @@ async def test_a_killed_redis_that_comes_back_empty(
         away = [record for record in caplog.records if "Redis is away" in record.message]
         assert len(away) == 2  # the worker said it once, the router once
 
-        (tmp_path / "redis.sock").unlink(missing_ok=True)
-        again = start_redis(tmp_path)  # the same address, and empty
+        again = RedisServer(tmp_path)  # the same address, and empty
         try:
             async with Registration(server.url, "a", worker("decode-0")), asyncio.timeout(10):
                 assert await change == (worker("decode-0"), worker("prefill-0"))

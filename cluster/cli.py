@@ -1,0 +1,97 @@
+"""The command line: `pdserve up`, `generate`, `status`. What a command needs is imported when it runs.
+
+Exit codes: 0 done; 1 it could not be done now; 2 it was asked for wrongly. Errors are one line.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
+
+import typer
+
+from cluster.flags import GenerateFlags, RouterFlags, UpFlags, flags_of
+from pdserve import __version__
+from pdserve.errors import ConfigError, InvalidRequest, PdserveError
+
+app = typer.Typer(
+    name="pdserve",
+    help="A prefill/decode server for large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """The `pdserve` command."""
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command("up")
+@flags_of(UpFlags)
+def up_command(flags: UpFlags) -> None:
+    """Run a cluster in the foreground until Ctrl-C. Prints `pdserve ready grpc=… redis=… pid=…`.
+
+    cluster.yaml takes more settings than there are flags; an unknown key in it lists them all.
+    """
+    with _errors():
+        try:
+            from cluster.up import up
+        except ImportError as error:
+            hint = "`pdserve up` needs the extra 'cluster': pip install 'pdserve[cluster]'"
+            raise ConfigError(f"{hint} ({error})") from None
+        from pdserve.config import load_config
+
+        logging.basicConfig(level=logging.WARNING, format="pdserve: %(message)s")
+        up(load_config(flags.config, flags.settings()), flags.ready_file)
+
+
+@app.command("generate")
+@flags_of(GenerateFlags)
+def generate_command(flags: GenerateFlags) -> None:
+    """Stream an answer to standard output; greedy (temperature 0) unless told otherwise."""
+    with _errors():
+        from cluster.generate import generate
+
+        generate(flags)
+
+
+@app.command("status")
+@flags_of(RouterFlags)
+def status_command(flags: RouterFlags) -> None:
+    """Show the workers that a router sees."""
+    with _errors():
+        from cluster.status import status
+
+        status(flags)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Every error of ours becomes one line and an exit code."""
+    try:
+        yield
+    except (ConfigError, InvalidRequest) as error:
+        _fail(error, 2)
+    except PdserveError as error:
+        _fail(error, 1)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _fail(error: PdserveError, code: int) -> NoReturn:
+    typer.echo(f"pdserve: {' '.join(str(error).split())}", err=True)
+    raise typer.Exit(code) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The flags of the commands, one dataclass per command: the fields are the flags, `flags_of` makes them a signature."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+T = TypeVar("T")
+NOT_SETTINGS = ("config", "ready_file")
+
+
+@dataclass(frozen=True)
+class UpFlags:
+    """Of `pdserve up`; None leaves a setting to cluster.yaml, and then to its default."""
+
+    model: Annotated[str | None, typer.Option(help="A folder, a .gguf file or a Hub id; default smollm2.")] = None
+    name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers; default 1.")] = None
+    decode: Annotated[int | None, typer.Option(help="Decode workers; default 1.")] = None
+    config: Annotated[Path | None, typer.Option(help="cluster.yaml; flags win over it.")] = None
+    host: Annotated[str | None, typer.Option(help="What servers bind to; default 127.0.0.1.")] = None
+    grpc_port: Annotated[int | None, typer.Option(help="The router's port; default a free one.")] = None
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 (default) or float32.")] = None
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto (default).")] = None
+    fast: Annotated[bool | None, typer.Option("--fast", help="Faster prefill, no path-invariance.")] = None
+    threads: Annotated[int | None, typer.Option(help="Of each worker's engine; default 1.")] = None
+    redis_url: Annotated[str | None, typer.Option(help="Your Redis; default an embedded one.")] = None
+    ray_address: Annotated[str | None, typer.Option(help="A Ray to join; default one of our own.")] = None
+    run_dir: Annotated[str | None, typer.Option(help="Where logs are kept; default nowhere.")] = None
+    ready_file: Annotated[Path | None, typer.Option(help="Gets {grpc, redis, pid} as JSON when ready.")] = None
+
+    def settings(self) -> dict[str, Any]:
+        """The fields that are keys of cluster.yaml, too."""
+        return {key: value for key, value in asdict(self).items() if key not in NOT_SETTINGS}
+
+
+@dataclass(frozen=True)
+class RouterFlags:
+    """Where the router is, and how to print what it says."""
+
+    address: Annotated[str, typer.Option(envvar="PDSERVE_ADDRESS", help="host:port of a router.")] = "127.0.0.1:50051"
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+
+@dataclass(frozen=True)
+class GenerateFlags:
+    """Of `pdserve generate`; None leaves a field of the request unset."""
+
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")]
+    address: Annotated[str, typer.Option(envvar="PDSERVE_ADDRESS", help="host:port of a router.")] = "127.0.0.1:50051"
+    model: Annotated[str, typer.Option(help="Default: the only one served.")] = ""
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's chat message.")] = False
+    max_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 256
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Sample from tokens so likely, against the likeliest.")] = None
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens; default a drawn one.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False
+    top_logprobs: Annotated[int, typer.Option(help="Draw each step's K likeliest candidates.")] = 0
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole answer.")] = 600.0
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+
+def flags_of(cls: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Turn a function of one flags object into a command whose options are its fields."""
+
+    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
+        def command(**values: Any) -> None:
+            function(cls(**values))
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__annotations__ = cls.__annotations__
+        command.__signature__ = inspect.signature(cls)  # type: ignore[attr-defined]
+        return command
+
+    return decorate

@@ -1,0 +1,60 @@
+"""When a starting cluster is ready: every worker registered, the router serving, every worker in its table."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from cluster.registry import RegistryMembership
+from pdserve import rpc
+from pdserve.request import Incarnation, WorkerId
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
+
+_RETRY_S = 0.1
+_CALL_LIMIT_S = 5.0
+
+
+async def follow_members(
+    members: RegistryMembership, expected: set[str], say: Callable[[str], None], complete: asyncio.Event
+) -> None:
+    """Report who comes, comes again and leaves; set `complete` once all expected workers are there. Never ends."""
+    known: dict[WorkerId, Incarnation] = {}
+    async for view in members.views():
+        for info in view:
+            if known.get(info.id) != info.incarnation:
+                say(f"{info.id} is {'back' if info.id in known else 'ready'}, pid {info.pid}, on {info.address}")
+        known |= {info.id: info.incarnation for info in view}
+        if expected <= known.keys():
+            complete.set()
+
+
+async def router_ready(address: str, expected: set[str]) -> None:
+    """Return when the router at `address` serves and sees all expected workers."""
+    async with rpc.channel(address) as channel:
+        await _until_serving(channel)
+        await _until_complete(cluster_pb2_grpc.ClusterServiceStub(channel), expected)
+
+
+async def _until_serving(channel: grpc.aio.Channel) -> None:
+    watch = channel.unary_stream(
+        "/grpc.health.v1.Health/Watch",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    while True:
+        with suppress(grpc.aio.AioRpcError):  # it is being started, or started again
+            async for response in watch(health_pb2.HealthCheckRequest(service=""), wait_for_ready=True):
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _until_complete(stub: "cluster_pb2_grpc.ClusterServiceAsyncStub", expected: set[str]) -> None:
+    while True:
+        with suppress(grpc.aio.AioRpcError):
+            status = await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_CALL_LIMIT_S)
+            if expected <= {worker.id for worker in status.workers}:
+                return
+        await asyncio.sleep(_RETRY_S)
