@@ -7,6 +7,7 @@ Transport knows no requests: `meta` is the workers' own. Unless said otherwise, 
 of the event loop.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -27,6 +28,7 @@ class LinkConfig:
     slot_bytes: int = 4 * 2**20
     num_slots: int = 4  # payloads outstanding on one link
     op_timeout_s: float = 5.0  # of one payload on the wire, and of each step of connecting
+    push_timeout_s: float = 30.0  # from Announce to Landed: decode may wait for a slot, but not for ever
     host: str = "127.0.0.1"  # the address of this machine that wires and the rendezvous store bind to
 
     @property
@@ -47,11 +49,12 @@ class Own:
 class SendSlot(Protocol):
     """A staging buffer on loan from a link; `push` takes it over."""
 
-    buffer: torch.Tensor  # uint8 [slot_bytes]
+    @property
+    def buffer(self) -> torch.Tensor:
+        """Shape [slot_bytes], uint8."""
 
     def give_back(self) -> None:
         """Return an unused slot; from any thread, a second call does nothing."""
-        ...
 
 
 class SendLink(Protocol):
@@ -60,11 +63,9 @@ class SendLink(Protocol):
     @property
     def is_up(self) -> bool:
         """Whether payloads can be pushed; from any thread."""
-        ...
 
     def try_slot(self) -> SendSlot | None:
         """A free slot, from any thread; None while all are outstanding, and for ever once the link is down."""
-        ...
 
     def push(self, slot: SendSlot, num_bytes: int, meta: bytes) -> Awaitable[bool]:
         """Announce at once, in the order of the calls; the result says whether decode kept (True) or scrapped it.
@@ -72,90 +73,88 @@ class SendLink(Protocol):
         The bytes must be complete, device work included. Raises LinkDown, at once or from the awaitable. Cancelling
         the wait stops nothing: what is announced is sent, and the slot returns to the link whatever happens.
         """
-        ...
 
     def end(self, meta: bytes, aborted: str) -> None:
         """Tell decode that `meta` is complete (""), or why it was given up. Does nothing when the link is down."""
-        ...
 
 
 class SendLinks(Protocol):
     """The links of a prefill worker."""
 
-    fatal: "Awaitable[str]"  # a Future: done when this process can only be saved by a restart
+    @property
+    def fatal(self) -> asyncio.Future[str]:
+        """Done when only a restart can save this process; says why."""
 
     def connect(self, peer: WorkerInfo) -> None:
         """Keep a link to this decode worker, in the background; a second call for the same one does nothing."""
-        ...
 
     def forget(self, worker: WorkerId) -> None:
         """Keep none."""
-        ...
 
     def link(self, worker: WorkerId, incarnation: Incarnation) -> SendLink:
         """The link that is up now. Raises LinkDown when there is none, Incompatible when there can be none."""
-        ...
 
     def links_up(self) -> Mapping[WorkerId, Incarnation]:
         """The decode workers reached now."""
-        ...
 
     async def wait_up(self, worker: WorkerId, timeout_s: float) -> None:
         """Wait for a link to `worker`. Raises like `link`."""
-        ...
 
     def aborts(self) -> AsyncIterator[tuple[bytes, str]]:
         """What decode workers want nothing more of: (meta, reason). Never ends by itself."""
-        ...
 
     async def close(self) -> None:
         """Close all links and wait until their threads have ended."""
-        ...
 
 
 class ReceiveSlot(Protocol):
     """A payload that landed."""
 
-    buffer: torch.Tensor  # uint8 [num_bytes]
+    @property
+    def buffer(self) -> torch.Tensor:
+        """Shape [num_bytes], uint8."""
 
     def give_back(self) -> None:
         """The payload is used up, device work included; from any thread, a second call does nothing."""
-        ...
 
 
 class Offer(Protocol):
     """A payload that prefill announced. Call `land` or `scrap`, once; the payload arrives either way."""
 
-    meta: bytes
-    num_bytes: int
-    landed: Awaitable[ReceiveSlot | None]  # a Future: None when scrapped; raises LinkDown
+    @property
+    def meta(self) -> bytes:
+        """What prefill said that it is."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the payload."""
+
+    @property
+    def landed(self) -> Awaitable[ReceiveSlot | None]:
+        """A future: None when scrapped. Raises LinkDown."""
 
     def land(self) -> None:
         """Take it into the next free slot of the same link."""
-        ...
 
     def scrap(self, reason: str) -> None:
         """Nobody wants it: it goes to scratch memory."""
-        ...
 
     def abort(self, reason: str) -> None:
         """Tell prefill that nothing more of this `meta` is wanted."""
-        ...
 
 
 class ReceiveLinks(Protocol):
     """The links of a decode worker."""
 
-    fatal: "Awaitable[str]"  # a Future: done when this process can only be saved by a restart
+    @property
+    def fatal(self) -> asyncio.Future[str]:
+        """Done when only a restart can save this process; says why."""
 
     def offers(self) -> AsyncIterator[Offer]:
         """What is announced, per link in order. Never ends by itself."""
-        ...
 
     def ends(self) -> AsyncIterator[tuple[bytes, str]]:
         """What prefill is through with: (meta, why it gave up or ""). Never ends by itself."""
-        ...
 
     async def close(self) -> None:
         """Close all links and wait until their threads have ended."""
-        ...

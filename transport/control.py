@@ -35,7 +35,6 @@ class GrpcControl:
     """See seams.Control."""
 
     async def open(self, peer: WorkerInfo, frames: AsyncIterator[PrefillFrame]) -> AsyncGenerator[DecodeFrame, None]:
-        """See Control."""
         async with rpc.channel(peer.address) as channel:
             call = link_pb2_grpc.LinkServiceStub(channel).Open(_requests(frames))
             try:

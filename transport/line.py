@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from pdserve.errors import PdserveError
+from pdserve.errors import LinkDown, PdserveError
 from transport.seams import Wire
 
 Said = TypeVar("Said")
@@ -49,6 +49,14 @@ class Line(Generic[Said]):
         self._loop = asyncio.get_running_loop()
         self.down: asyncio.Future[str] = self._loop.create_future()  # why
         self._outbox = outbox
+
+    async def connected(self, step_timeout_s: float) -> None:
+        """Wait until the wire is up: it meets at the store, then each end reaches the other. Raises LinkDown."""
+        try:
+            async with asyncio.timeout(3 * step_timeout_s):
+                await asyncio.wrap_future(self.wire.up)
+        except TimeoutError:
+            raise LinkDown(f"the wire is not up after {3 * step_timeout_s:g} s") from None
 
     def say(self, frame: Said) -> None:
         """Put a frame on the control stream; lost when the line is down."""

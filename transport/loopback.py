@@ -62,7 +62,6 @@ class Loopback:
             passage.break_off(why)
 
     async def open(self, peer: WorkerInfo, frames: AsyncIterator[PrefillFrame]) -> AsyncGenerator[DecodeFrame, None]:
-        """See Control."""
         if peer.id not in self._decode:
             raise Unavailable(f"nobody listens at {peer.address}")
         async with aclosing(self._decode[peer.id].serve(frames)) as answers:
@@ -70,16 +69,13 @@ class Loopback:
                 yield frame
 
     def address(self) -> Address:
-        """See Wires."""
         return Address("loopback", 0)
 
     def make(self, side: Side, epoch: str, store: Address) -> "LoopbackWire":  # noqa: ARG002 - there is but one place
-        """See Wires."""
         passage = self._passages.setdefault(epoch, Passage(self))
         return passage.attach(side)
 
     def buffers(self, count: int) -> list[torch.Tensor]:
-        """See Wires."""
         return [torch.empty(self._config.slot_bytes, dtype=torch.uint8) for _ in range(count)]
 
     def deliver(self, source: torch.Tensor, target: torch.Tensor) -> bool:
@@ -159,7 +155,6 @@ class LoopbackWire:
         self._why = ""
 
     def post(self, payload: torch.Tensor) -> Future[None]:
-        """See Wire."""
         done: Future[None] = Future()
         if self._why:
             done.set_exception(LinkDown(self._why))
@@ -169,7 +164,6 @@ class LoopbackWire:
         return done
 
     def fail(self, why: str) -> None:
-        """See Wire."""
         self._passage.break_off(why)
 
     def lose(self, why: str) -> None:

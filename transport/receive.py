@@ -39,17 +39,22 @@ class DecodeOffer:
         self.seq = frame.seq
         self.landed: asyncio.Future[LandedSlot | None] = asyncio.get_running_loop().create_future()
         self._link = link
+        self._is_decided = False
 
     def land(self) -> None:
-        """See Offer."""
+        self._decide()
         self._link.land(self)
 
     def scrap(self, reason: str) -> None:
-        """See Offer."""
+        self._decide()
         self._link.scrap(self, reason)
 
+    def _decide(self) -> None:
+        if self._is_decided:
+            raise ProtocolError("an offer is landed or scrapped once")
+        self._is_decided = True
+
     def abort(self, reason: str) -> None:
-        """See Offer."""
         self._link.abort(self.meta, reason)
 
 
@@ -116,15 +121,19 @@ class DecodeLink:
         def landed() -> None:
             self._line.say(self._end.landed(offer.seq))
             self._open.discard(offer)
-            offer.landed.set_result(LandedSlot(slot, offer.num_bytes) if slot else None)
+            if not offer.landed.done():
+                offer.landed.set_result(LandedSlot(slot, offer.num_bytes) if slot else None)
+            elif slot:  # nobody waits any more
+                slot.give_back()
 
         self._line.when_done(self._line.wire.post(buffer[: offer.num_bytes]), landed)
         self._line.say(ready)
 
     def _lose_all(self, down: asyncio.Future[str]) -> None:
         for offer in self._open:
-            offer.landed.set_exception(LinkDown(down.result()))
-            offer.landed.exception()  # looked at: its owner may have gone
+            if not offer.landed.done():
+                offer.landed.set_exception(LinkDown(down.result()))
+                offer.landed.exception()  # looked at: its owner may have gone
         self._open.clear()
         self._landing.clear()
 
@@ -143,17 +152,14 @@ class DecodeLinks:
         self._is_closed = False
 
     async def offers(self) -> AsyncIterator[DecodeOffer]:
-        """See ReceiveLinks."""
         while True:
             yield await self._arrivals.offers.get()
 
     async def ends(self) -> AsyncIterator[tuple[bytes, str]]:
-        """See ReceiveLinks."""
         while True:
             yield await self._arrivals.ends.get()
 
     async def close(self) -> None:
-        """See ReceiveLinks."""
         self._is_closed = True
         for line in list(self._lines.values()):
             line.fail("decode is closing")
@@ -170,7 +176,7 @@ class DecodeLinks:
         self._replace(hello.worker, line)
         try:
             yield self._welcome()
-            await asyncio.wrap_future(line.wire.up)
+            await line.connected(self._config.op_timeout_s)
             buffers = self._wires.buffers(self._config.num_slots + 1)
             link = DecodeLink(line, self._config, buffers, self._arrivals)
             async with line.listening(frames, link.take):

@@ -40,11 +40,9 @@ class Wire(Protocol):
 
     def post(self, payload: torch.Tensor) -> Future[None]:
         """Send or receive `payload` (uint8, contiguous) after all that was posted before; never blocks."""
-        ...
 
     def fail(self, why: str) -> None:
         """Give up: all futures fail at once, `ended` follows. Only the first reason counts."""
-        ...
 
 
 class Wires(Protocol):
@@ -52,15 +50,12 @@ class Wires(Protocol):
 
     def address(self) -> Address:
         """Where the other side of a wire finds us: the rendezvous store of a decode worker."""
-        ...
 
     def make(self, side: Side, epoch: str, store: Address) -> Wire:
         """Start to connect one end, without blocking; both ends name the same epoch and store."""
-        ...
 
     def buffers(self, count: int) -> list[torch.Tensor]:
         """`count` slots: uint8 [slot_bytes]."""
-        ...
 
 
 class Control(Protocol):
@@ -68,4 +63,3 @@ class Control(Protocol):
 
     def open(self, peer: WorkerInfo, frames: AsyncIterator[PrefillFrame]) -> AsyncGenerator[DecodeFrame, None]:
         """Say `frames` to `peer` and yield its answers. Raises the peer's error, or Unavailable when it is gone."""
-        ...

@@ -19,7 +19,7 @@ from pdserve.plain import to_plain
 from pdserve.request import Incarnation, WorkerId
 from transport.base import LinkConfig, Own, SendSlot
 from transport.line import Line, Outbox
-from transport.protocol import Abort, DecodeFrame, End, Hello, Landed, Limits, PrefillFrame, Ready, SendEnd, Welcome
+from transport.protocol import Abort, DecodeFrame, End, Hello, Landed, PrefillFrame, Ready, SendEnd, Welcome
 from transport.seams import Address, Control, Wires
 from transport.slots import Quarantine, SlotPool
 
@@ -35,6 +35,7 @@ class _Push:
     slot: SendSlot
     num_bytes: int
     landed: asyncio.Future[bool]
+    deadline: asyncio.TimerHandle
     is_sent: bool = False  # the wire is through with the slot
     was_kept: bool | None = None  # None: decode has not said yet
 
@@ -43,13 +44,14 @@ class PrefillLink:
     """One link that is up, or was: see base.SendLink."""
 
     def __init__(
-        self, incarnation: Incarnation, line: Line[PrefillFrame], limits: Limits, pool: SlotPool, aborts: Aborts
+        self, incarnation: Incarnation, line: Line[PrefillFrame], config: LinkConfig, pool: SlotPool, aborts: Aborts
     ) -> None:
         self.incarnation = incarnation  # of decode
         self.down = line.down  # why, once it is
         self.fail = line.fail
         self._line = line
-        self._end = SendEnd(limits)
+        self._end = SendEnd(config.limits)
+        self._push_timeout_s = config.push_timeout_s
         self._pool = pool
         self._aborts = aborts
         self._pushes: dict[int, _Push] = {}  # by seq
@@ -57,15 +59,12 @@ class PrefillLink:
 
     @property
     def is_up(self) -> bool:
-        """See SendLink."""
         return self._line.is_up
 
     def try_slot(self) -> SendSlot | None:
-        """See SendLink."""
         return self._pool.take() if self._line.is_up else None
 
     def push(self, slot: SendSlot, num_bytes: int, meta: bytes) -> Awaitable[bool]:
-        """See SendLink."""
         if not self._line.is_up:
             raise LinkDown(self.down.result())
         try:
@@ -73,13 +72,15 @@ class PrefillLink:
         except ProtocolError:
             slot.give_back()
             raise
-        landed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._pushes[frame.seq] = _Push(slot, num_bytes, landed)
+        loop = asyncio.get_running_loop()
+        landed: asyncio.Future[bool] = loop.create_future()
+        problem = f"a payload has not landed in {self._push_timeout_s:g} s"
+        deadline = loop.call_later(self._push_timeout_s, self.fail, problem)
+        self._pushes[frame.seq] = _Push(slot, num_bytes, landed, deadline)
         self._line.say(frame)
         return asyncio.shield(landed)
 
     def end(self, meta: bytes, aborted: str) -> None:
-        """See SendLink."""
         self._line.say(End(meta, aborted))
 
     def take(self, frame: DecodeFrame) -> None:
@@ -110,12 +111,14 @@ class PrefillLink:
         push = self._pushes[seq]
         if push.is_sent and push.was_kept is not None:
             del self._pushes[seq]
+            push.deadline.cancel()
             push.slot.give_back()
             push.landed.set_result(push.was_kept)
 
     def _lose_all(self, down: asyncio.Future[str]) -> None:
         """The slots stay where they are: nobody gets one of a dead link."""
         for push in self._pushes.values():
+            push.deadline.cancel()
             push.landed.set_exception(LinkDown(down.result()))
         self._pushes.clear()
 
@@ -138,7 +141,6 @@ class PrefillLinks:
         self._changed = asyncio.Event()  # replaced at every change
 
     def connect(self, peer: WorkerInfo) -> None:
-        """See SendLinks."""
         if self._peers.get(peer.id) == peer:
             return
         self.forget(peer.id)
@@ -149,7 +151,6 @@ class PrefillLinks:
             self._keepers[peer.id] = asyncio.create_task(self._keep(peer), name=f"link to {peer.id}")
 
     def forget(self, worker: WorkerId) -> None:
-        """See SendLinks."""
         self._peers.pop(worker, None)
         self._problems.pop(worker, None)
         if link := self._links.pop(worker, None):
@@ -158,7 +159,6 @@ class PrefillLinks:
             keeper.cancel()
 
     def link(self, worker: WorkerId, incarnation: Incarnation) -> PrefillLink:
-        """See SendLinks."""
         link = self._links.get(worker)
         if link is None:
             raise self._problems.get(worker, LinkDown(f"there is no link to {worker}"))
@@ -167,11 +167,9 @@ class PrefillLinks:
         return link
 
     def links_up(self) -> dict[WorkerId, Incarnation]:
-        """See SendLinks."""
         return {worker: link.incarnation for worker, link in self._links.items()}
 
     async def wait_up(self, worker: WorkerId, timeout_s: float) -> None:
-        """See SendLinks."""
         try:
             async with asyncio.timeout(timeout_s):
                 while worker not in self._links and not isinstance(self._problems.get(worker), Incompatible):
@@ -182,12 +180,10 @@ class PrefillLinks:
             raise self._problems[worker]
 
     async def aborts(self) -> AsyncIterator[tuple[bytes, str]]:
-        """See SendLinks."""
         while True:
             yield await self._aborts.get()
 
     async def close(self) -> None:
-        """See SendLinks."""
         keepers = list(self._keepers.values())
         for worker in list(self._peers):
             self.forget(worker)
@@ -220,7 +216,7 @@ class PrefillLinks:
             store = await self._welcome(peer, frames)
             line = Line(self._wires.make("send", hello.epoch, store), outbox)
             try:
-                await asyncio.wrap_future(line.wire.up)
+                await line.connected(self._config.op_timeout_s)
                 link = self._link_up(peer, line)
                 async with line.listening(frames, link.take):
                     yield link
@@ -230,7 +226,7 @@ class PrefillLinks:
 
     def _link_up(self, peer: WorkerInfo, line: Line[PrefillFrame]) -> PrefillLink:
         pool = SlotPool(self._wires.buffers(self._config.num_slots))
-        link = PrefillLink(peer.incarnation, line, self._config.limits, pool, self._aborts)
+        link = PrefillLink(peer.incarnation, line, self._config, pool, self._aborts)
         self._links[peer.id] = link
         self._problems.pop(peer.id, None)
         self._tell()

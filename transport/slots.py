@@ -24,10 +24,6 @@ class Slot:
         self.buffer = buffer  # uint8 [slot_bytes]
         self._home: SlotPool | None = home
 
-    def view(self, num_bytes: int) -> torch.Tensor:
-        """The first `num_bytes` of the buffer."""
-        return self.buffer[:num_bytes]
-
     def give_back(self) -> None:
         """Return the buffer to its link."""
         home, self._home = self._home, None

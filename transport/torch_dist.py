@@ -30,6 +30,7 @@ from transport.seams import Address, Side
 NCCL_ENV: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a failed link kills the process: we have our own deadlines
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a slow watchdog kills the process
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "20",  # s, of connecting; else half an hour
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # several communicators on one device
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # a hardware queue per link
 }
@@ -77,13 +78,11 @@ class TorchWires:
         self._gloo = c10d.ProcessGroupGloo.create_device(hostname=config.host, lazy_init=False)
 
     def address(self) -> Address:
-        """See Wires."""
         if self._store is None:
             raise ConfigError("this process has no rendezvous store: only decode workers receive")
         return self._store.address
 
     def make(self, side: Side, epoch: str, store: Address) -> "TorchWire":
-        """See Wires."""
 
         def group() -> Group:
             # A client of our own: it is one mutex, and a blocking get would stall every other link.
@@ -97,7 +96,6 @@ class TorchWires:
         return TorchWire(group, side)
 
     def buffers(self, count: int) -> list[torch.Tensor]:
-        """See Wires."""
         return make_slots(self._config, self._device, count)
 
 
@@ -109,15 +107,12 @@ class Group(Protocol):
 
     def post(self, payload: torch.Tensor) -> c10d.Work:
         """Enqueue; never blocks."""
-        ...
 
     def wait(self, work: c10d.Work, failed: threading.Event) -> None:
         """Until the payload is there. Raises when it will not be."""
-        ...
 
     def close(self) -> None:
         """Let go of all memory; raises LinkDown when that takes too long."""
-        ...
 
 
 class GlooGroup:
@@ -134,7 +129,6 @@ class GlooGroup:
         self._peer = 1 - _RANKS[side]
 
     def post(self, payload: torch.Tensor) -> c10d.Work:
-        """See Group."""
         work: c10d.Work = self._post([payload], self._peer, 0)
         return work
 
@@ -163,7 +157,6 @@ class NcclGroup:
         self._peer = 1 - _RANKS[side]
 
     def post(self, payload: torch.Tensor) -> c10d.Work:
-        """See Group."""
         work: c10d.Work = self._post([payload], self._peer, 0)
         return work
 
@@ -175,8 +168,8 @@ class NcclGroup:
                 raise LinkDown("the link failed meanwhile")
             if time.monotonic() > deadline:
                 raise LinkDown(f"a payload took more than {self._op_timeout_s:g} s")
-        if self._group.get_error() != c10d.ErrorType.SUCCESS:
-            raise LinkDown("NCCL reports an error of the communicator")  # is_completed is true then as well
+        if error := work.exception():  # is_completed is true then as well
+            raise LinkDown(f"NCCL: {error}")
 
     def close(self) -> None:
         """Abort, also after a good end: a destroy waits for the peer. It may hang behind a killed peer's kernel."""
@@ -203,7 +196,6 @@ class TorchWire:
         threading.Thread(target=self._run, args=(connect,), name=f"link-{side}", daemon=True).start()
 
     def post(self, payload: torch.Tensor) -> Future[None]:
-        """See Wire."""
         done = _running()
         why = "a payload was posted before the wire was up"
         with self._lock:

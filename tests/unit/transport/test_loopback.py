@@ -11,7 +11,7 @@ from pdserve.errors import Incompatible, LinkDown, ProtocolError
 from pdserve.membership import WorkerInfo
 from pdserve.model_card import KvLayout, ModelCard
 from pdserve.request import Incarnation, WorkerId
-from transport.base import LinkConfig, Own
+from transport.base import LinkConfig, Own, ReceiveLinks, SendLinks
 from transport.loopback import Loopback
 from transport.protocol import Announce, Hello
 from transport.receive import DecodeLinks, DecodeOffer
@@ -25,6 +25,11 @@ DECODE = WorkerId("decode-0")
 
 def peer(incarnation: str = "d1", card: ModelCard = CARD) -> WorkerInfo:
     return WorkerInfo(DECODE, "decode", Incarnation(incarnation), "nowhere:1", 1, card)
+
+
+def as_workers_see_them(prefill: PrefillLinks, decode: DecodeLinks) -> tuple[SendLinks, ReceiveLinks]:
+    """For the type checker."""
+    return prefill, decode
 
 
 @dataclass
@@ -132,6 +137,40 @@ async def test_cancelling_a_push_stops_nothing() -> None:
         assert task.cancelled()
         slots = [p.link.try_slot() for _ in range(4)]
         assert None not in slots
+
+
+async def test_cancelling_the_wait_for_a_landing_costs_no_slot() -> None:
+    async with pair() as p:
+        for value in range(9):
+            p.loopback.hold()
+            pushed = push(p.link, value)
+            offer = await p.offer()
+            offer.land()
+            waiter = asyncio.ensure_future(offer.landed)
+            waiter.cancel()
+            p.loopback.release()
+            assert await asyncio.wait_for(pushed, 1)
+
+
+async def test_an_offer_is_decided_once() -> None:
+    async with pair() as p:
+        pushed = push(p.link, 1)
+        offer = await p.offer()
+        offer.land()
+        for again in (offer.land, lambda: offer.scrap("changed my mind")):
+            with pytest.raises(ProtocolError, match="once"):
+                again()
+        assert await pushed
+
+
+async def test_an_offer_that_nobody_decides_ends_the_link() -> None:
+    async with pair(replace(CONFIG, push_timeout_s=0.05)) as p:
+        pushed = push(p.link, 1)
+        offer = await p.offer()
+        with pytest.raises(LinkDown, match=r"not landed in 0\.05 s"):
+            await pushed
+        with pytest.raises(LinkDown):
+            await asyncio.wait_for(offer.landed, 1)
 
 
 async def test_ends_and_aborts_travel() -> None:

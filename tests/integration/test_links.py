@@ -1,0 +1,193 @@
+"""Links between real processes, over Gloo and gRPC: payloads verified, kills, relinks, violations, leaks."""
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.link_node import SLOT_BYTES, content, digest
+
+ROOT = Path(__file__).resolve().parents[2]
+Event = dict[str, Any]
+
+
+class Node:
+    """One process of link_node.py."""
+
+    def __init__(self, role: str, incarnation: str, op_timeout_s: float) -> None:
+        self.incarnation = incarnation
+        command = [sys.executable, "-m", "tests.integration.link_node", role, incarnation, str(op_timeout_s)]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.address = f"127.0.0.1:{self.wait('serving')['port']}" if role == "decode" else ""
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._events.put(json.loads(line))
+
+    def do(self, command: str, **arguments: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": command, **arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def wait(self, event: str, timeout_s: float = 30) -> Event:
+        """The next event of this kind; others before it are skipped."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
+            if found["event"] == event:
+                return found
+
+    def close(self) -> None:
+        """End in good order and say whether something was stuck."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.wait("closed", 15)["fatal"] is False
+        assert self.process.wait(15) == 0
+
+    def kill(self) -> float:
+        self.process.kill()
+        killed_at = time.monotonic()
+        self.process.wait(5)
+        return killed_at
+
+
+Start = Callable[..., Node]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    nodes: list[Node] = []
+
+    def start_one(role: str, incarnation: str, op_timeout_s: float = 3.0) -> Node:
+        nodes.append(Node(role, incarnation, op_timeout_s))
+        return nodes[-1]
+
+    yield start_one
+    for node in nodes:
+        node.process.kill()
+        node.process.wait(5)
+
+
+def link_up(prefill: Node, decode: Node) -> None:
+    prefill.do("connect", address=decode.address, incarnation=decode.incarnation)
+    prefill.do("wait_up")
+    assert prefill.wait("up")["links"] == {"decode-0": decode.incarnation}
+
+
+def transfer(prefill: Node, decode: Node, meta: str, seed: int, num_bytes: int = 100_000) -> None:
+    """One payload arrives intact."""
+    prefill.do("push", meta=meta, seed=seed, num_bytes=num_bytes, incarnation=decode.incarnation)
+    landed = decode.wait("landed")
+    assert (landed["meta"], landed["digest"]) == (meta, digest(content(seed, num_bytes)))
+    pushed = prefill.wait("pushed")
+    assert (pushed["meta"], pushed["kept"]) == (meta, True)
+
+
+def test_payloads_scrap_cancel_and_violations(start: Start) -> None:
+    decode, prefill = start("decode", "d1"), start("prefill", "p1")
+    link_up(prefill, decode)
+    sizes = [1, 4096, SLOT_BYTES, 12345, SLOT_BYTES - 1] * 3
+    for seed, num_bytes in enumerate(sizes):
+        prefill.do("push", meta=f"m{seed}", seed=seed, num_bytes=num_bytes, incarnation="d1")
+    for seed, num_bytes in enumerate(sizes):
+        landed = decode.wait("landed")
+        assert (landed["meta"], landed["digest"]) == (f"m{seed}", digest(content(seed, num_bytes)))
+        assert prefill.wait("pushed")["meta"] == f"m{seed}"
+
+    prefill.do("push", meta="scrap", seed=1, num_bytes=SLOT_BYTES, incarnation="d1")
+    assert prefill.wait("pushed")["kept"] is False
+    for _ in range(6):  # a cancelled wait must not cost a slot
+        prefill.do("push", meta="cancelled", seed=5, num_bytes=SLOT_BYTES, incarnation="d1")
+        prefill.do("cancel_last")
+        assert decode.wait("landed")["digest"] == digest(content(5, SLOT_BYTES))
+    transfer(prefill, decode, "after", 3)
+
+    for num_bytes in (0, SLOT_BYTES + 1):  # the link dies of it, and neither process
+        prefill.do("lie", num_bytes=num_bytes, incarnation="d1")
+        lost = prefill.wait("lost")
+        assert lost["error"] == "LinkDown"
+        assert f"1 to {SLOT_BYTES}" in lost["why"]
+        prefill.do("wait_up")
+        prefill.wait("up")
+        transfer(prefill, decode, "again", 4)
+    prefill.close()
+    decode.close()
+
+
+def test_kill_decode_in_mid_stream(start: Start) -> None:
+    decode, prefill = start("decode", "d1"), start("prefill", "p1")
+    decode.do("check", on=False)
+    link_up(prefill, decode)
+    prefill.do("flood", incarnation="d1")
+    prefill.wait("flooding")
+    killed_at = decode.kill()
+    over = prefill.wait("flood_over", 5)
+    assert over["time"] - killed_at < 1.0
+    assert set(over["errors"]) <= {"LinkDown"}
+    prefill.do("push", meta="x", seed=1, num_bytes=1, incarnation="d1")
+    assert prefill.wait("error")["error"] == "LinkDown"
+    successor = start("decode", "d2")
+    link_up(prefill, successor)
+    transfer(prefill, successor, "again", 1)
+    prefill.close()
+    successor.close()
+
+
+def test_kill_prefill_in_mid_stream(start: Start) -> None:
+    decode, prefill = start("decode", "d1"), start("prefill", "p1")
+    decode.do("check", on=False)
+    link_up(prefill, decode)
+    prefill.do("flood", incarnation="d1")
+    prefill.wait("flooding")
+    killed_at = prefill.kill()
+    lost = decode.wait("lost", 5)
+    assert lost["error"] == "LinkDown"
+    assert lost["time"] - killed_at < 1.0
+    successor = start("prefill", "p2")
+    decode.do("check", on=True)
+    link_up(successor, decode)
+    transfer(successor, decode, "again", 1)
+    successor.close()
+    decode.close()
+
+
+def test_relinks_leak_nothing(start: Start) -> None:
+    decode, prefill = start("decode", "d1", 1.0), start("prefill", "p1", 1.0)
+    counts = []
+    for round_ in range(23):
+        link_up(prefill, decode)
+        transfer(prefill, decode, f"m{round_}", round_)
+        prefill.do("forget")
+        if round_ in {2, 22}:  # threads of gRPC and Gloo are all there after a few
+            time.sleep(1.5)
+            for node in (prefill, decode):
+                node.do("resources")
+            counts.append([node.wait("resources") for node in (prefill, decode)])
+    for before, after in zip(*counts, strict=True):
+        assert after["threads"] <= before["threads"] + 1
+        assert after["fds"] <= before["fds"] + 1
+    prefill.close()
+    decode.close()
+
+
+def test_throughput(start: Start) -> None:
+    """No bound: printed for a person to look at."""
+    decode, prefill = start("decode", "d1"), start("prefill", "p1")
+    decode.do("check", on=False)
+    link_up(prefill, decode)
+    for _ in range(3):
+        prefill.do("measure", incarnation="d1", num_payloads=200)
+        print(f"push, 4 MiB slots, 4 deep: {prefill.wait('measured')['gb_per_s']:.2f} GB/s")
+    prefill.close()
+    decode.close()
