@@ -39,13 +39,13 @@ class KvCache:
     def read_pages(self, page_ids: Sequence[int], out: Tensor) -> int:
         """Copy pages into `out` (uint8, at least len(page_ids) * page_bytes); returns the number of bytes."""
         raw, num_bytes = self._as_bytes(page_ids, out)
-        torch.index_select(raw, 0, self._index(page_ids), out=out[:num_bytes].view(len(page_ids), -1))
+        torch.index_select(raw, 0, self._index(page_ids), out=out[:num_bytes].view(-1, raw.shape[1]))
         return num_bytes
 
     def write_pages(self, page_ids: Sequence[int], src: Tensor) -> None:
         """Copy pages from `src` (uint8), as `read_pages` wrote them."""
         raw, num_bytes = self._as_bytes(page_ids, src)
-        raw.index_copy_(0, self._index(page_ids), src[:num_bytes].view(len(page_ids), -1).to(raw.device))
+        raw.index_copy_(0, self._index(page_ids), src[:num_bytes].view(-1, raw.shape[1]).to(raw.device))
 
     def _as_bytes(self, page_ids: Sequence[int], payload: Tensor) -> tuple[Tensor, int]:
         num_bytes = len(page_ids) * self.layout.page_bytes

@@ -1,4 +1,4 @@
-"""The C kernels of `engine/csrc`: compiled by the system's compiler at first use, kept in the user's cache, loaded here.
+"""The C kernels of `engine/csrc`, compiled by the system's compiler at first use and kept in the user's cache.
 
 The name of the library in the cache is a hash of all that decides its content (sources, compiler, flags, CPU), so that
 a new version never meets an old library. Processes that start together take turns through a file lock; the lock only

@@ -137,11 +137,11 @@ INLINE int next_rows(long left) {
     return (int)((left + tiles - 1) / tiles);
 }
 
-/* 2^x for x <= 127, by a polynomial of degree 6 on [-1/2, 1/2] (relative error below 2e-7); 0 below -126; exactly 1 at 0. */
+/* 2^x by a polynomial of degree 6 on [-1/2, 1/2] (relative error below 2e-7); 0 below -126, infinite near 128, exactly 1 at 0. */
 INLINE vf exp2_f(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
     vi tiny = x < -126.0f;
-    x = select_f(x > 127.0f, splat(127.0f), select_f(tiny, splat(-126.0f), x));
+    x = select_f(x > 128.0f, splat(128.0f), select_f(tiny, splat(-126.0f), x));
     vf shifted = x + magic;
     vf f = x - (shifted - magic);
     vf p = splat(1.535335370e-4f);
