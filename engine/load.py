@@ -36,7 +36,9 @@ class EngineConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     num_pages: int = 0  # 0: what memory allows
     threads: int = 1  # of one forward; more than the free cores makes it slower by far
-    fast: bool = False
+    fast: bool = (
+        False  # may give up exactness for speed; the exact kernels are the quickest we have, so it changes nothing
+    )
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def is_path_invariant(model: Model, layout: KvLayout, device: torch.device) -> b
 
 
 class _SelfTest:
-    """A random prompt and a companion, which shares the batches of every path but the whole one."""
+    """A random prompt. Its pieces share their batches with one token of a companion, as in continuous batching."""
 
     def __init__(self, model: Model, layout: KvLayout, device: torch.device) -> None:
         self._model = model
@@ -39,8 +39,7 @@ class _SelfTest:
         self._device = device
         self.num_tokens = min(_NUM_TOKENS, model.config.window)
         generator = torch.Generator().manual_seed(1)
-        shape = (2, self.num_tokens)
-        self._prompt, self._companion = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
+        self._prompt = torch.randint(model.config.vocab_size, (self.num_tokens,), generator=generator).tolist()
 
     def result(self, cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Bits of the pages and of the last logits when the prompt is computed in pieces that end at these cuts."""
@@ -48,12 +47,11 @@ class _SelfTest:
         cache = KvCache(self._layout, 2 * pages_each, self._device)
         runner = Runner(self._model, cache)
         own, others = range(pages_each), range(pages_each, 2 * pages_each)
-        ends = [end for end in cuts if 0 < end < self.num_tokens] + [self.num_tokens]
         start = 0
-        for end in ends:
+        for end in [*(end for end in cuts if 0 < end < self.num_tokens), self.num_tokens]:
             chunks = [Chunk(self._prompt[start:end], start, own, sample=True)]
-            if len(ends) > 1:
-                chunks.insert(0, Chunk(self._companion[start:end], start, others, sample=True))
+            if start:  # first in the batch, so that the rows of the prompt move
+                chunks.insert(0, Chunk(self._prompt[:1], start, others, sample=True))
             logits = runner.run(chunks)
             start = end
         pages = torch.empty(pages_each * self._layout.page_bytes, dtype=torch.uint8, device=self._device)
