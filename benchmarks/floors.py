@@ -1,7 +1,7 @@
 """What this machine allows: the floors that every figure stands beside. One thread, as a worker has.
 
-    decode  a step reads every weight once: weight bytes / bytes per second of a summing read
-    prefill a token costs 2 FLOPs per weight: FLOPs / FLOPs per second of a large fp32 matrix product
+decode  a step reads every weight once: weight bytes / bytes per second of a summing read
+prefill a token costs 2 FLOPs per weight: FLOPs / FLOPs per second of a large fp32 matrix product
 """
 
 import json

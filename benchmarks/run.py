@@ -81,7 +81,11 @@ def model_of(address: str) -> pb.Model:
 
 def machine() -> str:
     """Processor and cores, for whoever reads the table elsewhere."""
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
     return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
@@ -117,7 +121,10 @@ def table(result: dict[str, Any]) -> str:
             (f"TTFT, {n} tokens", _ms(each["ttft_ms"]), f"{result['prefill_floor_ms'][n]:.0f} ms")
             for n, each in result["ttft"].items()
         ),
-        *((f"output tokens/s at {c}", _rate(values), f"{at[c] / at[1]:.1f} x") for c, values in result["tokens_per_s"].items()),
+        *(
+            (f"output tokens/s at {c}", _rate(values), f"{at[c] / at[1]:.1f} x")
+            for c, values in result["tokens_per_s"].items()
+        ),
     ]
     head = f"{result['machine']}; {result['dtype']}, exact: {result['exact']}; 1 prefill + 1 decode, one thread each"
     lines = [f"| {name} | {value} | {floor} |" for name, value, floor in rows]

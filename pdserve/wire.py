@@ -50,9 +50,7 @@ def ticket_from_wire(message: worker_pb2.Ticket) -> Ticket:
 def token_to_wire(token: Token) -> worker_pb2.Token:
     """A token, every field."""
     candidates = [worker_pb2.Candidate(token_id=c.token_id, logprob=c.logprob) for c in token.top_logprobs]
-    return worker_pb2.Token(
-        number=token.number, token_id=token.token_id, top_logprobs=candidates, finish=token.finish
-    )
+    return worker_pb2.Token(number=token.number, token_id=token.token_id, top_logprobs=candidates, finish=token.finish)
 
 
 def token_from_wire(message: worker_pb2.Token) -> Token:

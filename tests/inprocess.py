@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -109,8 +110,9 @@ class InProcess:
 
     def is_clean(self) -> bool:
         """Whether nobody holds anything."""
-        counts = [end.worker.page_counts() for end in (*self.prefills, *self.decodes)]
-        requests = sum(end.worker.num_requests for end in (*self.prefills, *self.decodes))
+        workers = [*(end.worker for end in self.prefills), *(end.worker for end in self.decodes)]
+        counts = [worker.page_counts() for worker in workers]
+        requests = sum(worker.num_requests for worker in workers)
         return requests == 0 and all(each.free == each.total and each.promised == 0 for each in counts)
 
     async def assert_clean(self) -> None:
@@ -145,15 +147,15 @@ async def in_process(
         prefill_ends = [
             await _prefill_end(stack, i, engine, config, loopback, chunk_tokens) for i, engine in enumerate(prefills)
         ]
-        for end in (*prefill_ends, *decode_ends):
-            if not stepped:
-                end.thread.start()
-                stack.push_async_callback(end.thread.stop)
+        threads: list[EngineThread[Any]] = [end.thread for end in prefill_ends] + [end.thread for end in decode_ends]
+        for thread in threads if not stepped else []:
+            thread.start()
+            stack.push_async_callback(thread.stop)
         for prefill in prefill_ends:
             for decode in decode_ends:
                 prefill.links.connect(decode.info)
                 await prefill.links.wait_up(decode.info.id, 2)
-        members.set(*(end.info for end in (*prefill_ends, *decode_ends)))
+        members.set(*(end.info for end in prefill_ends), *(end.info for end in decode_ends))
         directory = Directory(members, stuck_after_s=5.0, on_change=room.poke)
         await _background(stack, directory.run())
         async with asyncio.timeout(5):

@@ -26,7 +26,9 @@ def request(length: int = 200, max_tokens: int = 12) -> WorkRequest:
     return WorkRequest("", token_ids, length, Sampling(temperature=0.0), max_tokens, top_logprobs=20)
 
 
-async def test_decode_never_looks_at_its_copy_of_the_prompt(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decode_never_looks_at_its_copy_of_the_prompt(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = request()
     async with in_process(engines[:1], engines[1:]) as cluster:
         expected = await cluster.complete(work)

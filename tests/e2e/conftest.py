@@ -1,0 +1,35 @@
+"""One `pdserve up` per test module, with the toy model; after each test it is at full strength and holds nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Cluster, running_cluster
+from tests.toy import write_toy_model
+from tests.toy_tokenizer import write_toy_tokenizer
+
+
+@pytest.fixture(scope="session")
+def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 512 tokens that can be served with text."""
+    folder = write_toy_model(tmp_path_factory.mktemp("model") / "toy")
+    write_toy_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def toy_cluster(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two prefill and two decode workers."""
+    flags = ("--model", str(toy_folder), "--prefill", "2", "--decode", "2", "--dtype", "float32")
+    with running_cluster(tmp_path_factory.mktemp("up"), *flags) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(toy_cluster: Cluster) -> Iterator[Cluster]:
+    """The module's cluster; every test leaves it complete and clean."""
+    yield toy_cluster
+    status = toy_cluster.wait_until("at full strength", 30, lambda status: len(status.workers) == 4)
+    assert {worker.role for worker in status.workers} == {"prefill", "decode"}
+    toy_cluster.assert_clean()
