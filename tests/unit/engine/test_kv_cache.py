@@ -80,6 +80,16 @@ def test_a_payload_that_is_too_small_is_refused() -> None:
         cache.write_pages([0], torch.empty(LAYOUT.page_bytes))
 
 
+@pytest.mark.parametrize("page_id", [-1, 2])
+def test_a_page_that_is_not_there_is_neither_read_nor_written(page_id: int) -> None:
+    cache, payload = KvCache(LAYOUT, 2, CPU), torch.ones(2 * LAYOUT.page_bytes, dtype=torch.uint8)
+    with pytest.raises(IndexError, match="below 2"):
+        cache.read_pages([0, page_id], payload)
+    with pytest.raises(IndexError, match="below 2"):
+        cache.write_pages([0, page_id], payload)
+    assert not cache.pages.any()
+
+
 def test_no_pages_is_no_bytes() -> None:
     cache = KvCache(LAYOUT, 2, CPU)
     assert cache.read_pages([], torch.empty(0, dtype=torch.uint8)) == 0
