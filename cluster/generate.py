@@ -113,7 +113,7 @@ async def _ask(flags: GenerateFlags, request: pb.GenerateRequest) -> Answer:
 def explained(error: grpc.aio.AioRpcError, address: str) -> PdserveError:
     """The typed error, with a hint where nobody answered."""
     typed = rpc.error_of(error)
-    if type(typed) is Unavailable and error.code() == grpc.StatusCode.UNAVAILABLE:
+    if str(typed).startswith("UNAVAILABLE: "):  # no word of the router's own
         return Unavailable(f"{address}: {error.details()}; is `pdserve up` running there?")
     return typed
 

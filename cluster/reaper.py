@@ -16,6 +16,7 @@ import psutil
 
 MARK = "PDSERVE_SESSION"  # environment variable; its value is the session's folder
 GRACE_S = 3.0
+PROC = Path("/proc")
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
@@ -30,16 +31,17 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
 
 def marked(folder: str) -> list[psutil.Process]:
     """The processes of this session that still run, the caller excepted."""
-    return [
-        process for process in psutil.process_iter() if process.pid != psutil.Process().pid and _is(process, folder)
-    ]
+    entry = f"{MARK}={folder}".encode()
+    return [process for process in psutil.process_iter() if process != psutil.Process() and carries(process, entry)]
 
 
-def _is(process: psutil.Process, folder: str) -> bool:
+def carries(process: psutil.Process, entry: bytes) -> bool:
+    """Whether the environment of the process, as it was at its start, holds `NAME=value`."""
+    # not psutil's own parser, which stops at the gap where a process title was written over the environment
     try:
-        return process.environ().get(MARK) == folder and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False  # gone, or another user's
+        return entry in (PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False  # gone, or another user's; a zombie's is empty
 
 
 def reap(folder: str) -> None:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,9 @@ def up(config: ClusterConfig, ready_file: Path | None) -> None:
     try:
         redis = None if plan.config.redis_url else RedisServer(session.folder)
         plan = replace(plan, config=replace(plan.config, redis_url=redis.url if redis else plan.config.redis_url))
-        asyncio.run(_Cluster(plan, session, redis, ready_file).run())
+        # Ray prints what befalls its workers on standard output, which belongs to the ready line
+        with (session.log_dir / "ray.log").open("a") as ray_log, redirect_stdout(ray_log):
+            asyncio.run(_Cluster(plan, session, redis, ready_file).run())
     finally:
         if redis:
             redis.stop()
@@ -147,8 +149,11 @@ class _Cluster:
         address, redis_url, pid = self._plan.address, self._plan.config.redis_url, os.getpid()
         if self._ready_file:
             _write_atomically(self._ready_file, json.dumps({"grpc": address, "redis": redis_url, "pid": pid}))
-        sys.stdout.write(f"pdserve ready grpc={address} redis={_without_password(redis_url)} pid={pid}\n")
-        sys.stdout.flush()
+        print(
+            f"pdserve ready grpc={address} redis={_without_password(redis_url)} pid={pid}",
+            file=sys.__stdout__,
+            flush=True,
+        )
 
     def _of_session(self, each: NodeConfig) -> NodeConfig:
         # on another machine our log folder need not exist: there Ray keeps the worker's output

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster import reaper
@@ -37,9 +38,19 @@ def test_nothing_of_the_session_survives_a_closed_pipe(folder: Path) -> None:
         assert watcher.stdin is not None
         stubborn.stdout.readline()  # it ignores SIGTERM from here on
         watcher.terminate()  # a reaper is not to be talked out of it
-        assert {process.pid for process in reaper.marked(str(folder))} == {sleeper.pid, stubborn.pid}
+        assert {each.pid for each in reaper.marked(str(folder))} == {sleeper.pid, stubborn.pid}
         watcher.stdin.close()
         ended = (watcher.wait(20), sleeper.wait(5), stubborn.wait(5), stranger.poll())
         stranger.kill()
         assert ended == (0, -15, -9, None)
     assert not folder.exists()
+
+
+def test_a_mark_behind_a_process_title_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = psutil.Process()
+    environ = tmp_path / str(ours.pid) / "environ"
+    environ.parent.mkdir()
+    monkeypatch.setattr(reaper, "PROC", tmp_path)
+    environ.write_bytes(b"ray::Agent\0\0\0\0\0PDSERVE_SESSION=/tmp/s\0")  # as Ray's agents leave it
+    assert reaper.carries(ours, b"PDSERVE_SESSION=/tmp/s")
+    assert not reaper.carries(ours, b"PDSERVE_SESSION=/tmp")
