@@ -225,17 +225,15 @@ class TorchWire:
     def _run(self, connect: Callable[[], Group]) -> None:
         problem: Exception | None = None
         try:
-            group = connect()
-            with self._lock:
-                self._group = group
+            self._group = connect()
             _settle(self.up)
-            self._wait_for_all(group)
-            group.close()
+            self._wait_for_all(self._group)
+            self._group.close()
         except Exception as error:
             self.fail(_brief(error))
             problem = error if self._group is not None else None  # a failed connect leaves nothing behind
         with self._lock:
-            self._group = None
+            self._group = None  # before `ended`: what follows may be the end of the process
         _settle(self.ended, problem)
 
     def _wait_for_all(self, group: Group) -> None:
