@@ -112,7 +112,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError
 
 def error_of(error: grpc.aio.AioRpcError) -> PdserveError:
     """The typed error behind a failed call; a transport failure is `Unavailable`."""
-    status = rpc_status.from_call(error)
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # AioRpcError has all that it reads
     for detail in status.details if status else ():
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == "pdserve":

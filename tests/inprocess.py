@@ -110,7 +110,10 @@ class InProcess:
 
     def is_clean(self) -> bool:
         """Whether nobody holds anything."""
-        workers = [*(end.worker for end in self.prefills), *(end.worker for end in self.decodes)]
+        workers: list[PrefillWorker | DecodeWorker] = [
+            *(end.worker for end in self.prefills),
+            *(end.worker for end in self.decodes),
+        ]
         counts = [worker.page_counts() for worker in workers]
         requests = sum(worker.num_requests for worker in workers)
         return requests == 0 and all(each.free == each.total and each.promised == 0 for each in counts)

@@ -77,6 +77,7 @@ async def test_a_lost_decode_worker_fails_its_requests_within_a_second_or_two(
 async def test_a_killed_prefill_worker_comes_back_and_new_requests_work(cluster: Cluster) -> None:
     victim = pid_of(cluster, "prefill-1")
     os.kill(victim, signal.SIGKILL)
+    cluster.wait_until("noticed", 2, lambda status: all(worker.pid != victim for worker in status.workers))
     answers = await cluster.generate_all([token_request(prompt(200, n), 8) for n in range(8)], concurrency=2)
     assert all(len(answer.token_ids) == 8 for answer in answers)
     cluster.wait_until("back", 40, lambda status: len(status.workers) == 4 and pid_of(cluster, "prefill-1") != victim)

@@ -24,7 +24,7 @@ class Script(decode_pb2_grpc.DecodeServiceServicer):
         self.say: asyncio.Queue[decode_pb2.ConnectResponse | None] = asyncio.Queue()
 
     async def Connect(
-        self, request_iterator: AsyncIterator[decode_pb2.ConnectRequest], context: grpc.aio.ServicerContext
+        self, request_iterator: AsyncIterator[decode_pb2.ConnectRequest], context: object
     ) -> AsyncIterator[decode_pb2.ConnectResponse]:
         hearing = asyncio.create_task(self._hear(request_iterator))
         try:
