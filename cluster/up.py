@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -84,9 +84,7 @@ class _Cluster:
             parts.append(self._redis.keep())
         tasks = [asyncio.create_task(part) for part in parts]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await _first_end(tasks)
         finally:
             await self._leave(tasks)
 
@@ -107,9 +105,7 @@ class _Cluster:
             self._ready_file.unlink(missing_ok=True)
         tasks[0].cancel()  # the router is not started again; workers still are until it has drained
         await self._router.drain(DRAIN_LIMIT_S if self._stops < 2 else 0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(tasks)
         await self._launcher.stop()
 
     async def _work(self) -> None:
@@ -117,10 +113,12 @@ class _Cluster:
         await self._launcher.start()
         self._listen_to_signals()  # Ray has put a handler of its own over ours
         say(f"Ray is up; {self._plan.config.name} is loaded by {len(self._workers)} workers")
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._launcher.watch())
-            for each in self._workers:
-                group.create_task(self._launcher.keep(each, self._patience[each.worker_id]))
+        keeping = [self._launcher.keep(each, self._patience[each.worker_id]) for each in self._workers]
+        tasks = [asyncio.create_task(part) for part in (self._launcher.watch(), *keeping)]
+        try:
+            await _first_end(tasks)
+        finally:
+            await _cancel(tasks)
 
     async def _announce(self) -> None:
         """The ready line; then news of workers that come back, for as long as the cluster lives."""
@@ -165,6 +163,19 @@ class _Cluster:
         path.write_text(self._of_session(node(self._plan, "router", 0)).to_json(), encoding="utf-8")
         command = [sys.executable, "-m", "cluster.node", str(path)]
         return Supervisor("router", command, self._session.log_dir / "router-0.log", self._patience["router"])
+
+
+async def _first_end(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    """Wait for the first task to end; raises what it raised."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _write_atomically(path: Path, text: str) -> None:
