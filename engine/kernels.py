@@ -6,13 +6,13 @@ rows of the call. On a CPU activations are fp32 whatever the dtype of weights an
 dtype.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine import attention, linear, native, ops
+from engine import attention, linear, native, onednn, ops
 from engine.batch import Batch
 from engine.kv_cache import KvCache
 
@@ -54,9 +54,10 @@ class Rotate(Protocol):
 class Kernels:
     """One consistent set; every routine works on tensors of the device that it was chosen for."""
 
-    name: str  # "native" | "torch"
+    name: str  # "native" | "onednn" | "torch"
     exact: bool  # path-invariant by construction
     linear: MakeLinear
+    head: MakeLinear  # of the vocabulary: sums and returns fp32 in every dtype
     write_kv: WriteKv
     attend: Attend
     rms_norm: RmsNorm
@@ -64,10 +65,15 @@ class Kernels:
     rotate: Rotate
 
 
-def choose_kernels(device: torch.device) -> Kernels:
-    """Native ones on a CPU with a C compiler, else torch."""
+def choose_kernels(device: torch.device, *, fast: bool = False) -> Kernels:
+    """Native ones on a CPU with a C compiler, else torch; with `fast`, oneDNN's linear layers where they are faster."""
     library = native.load() if device.type == "cpu" else None
-    return torch_kernels() if library is None else native_kernels(library)
+    if library is None:
+        return torch_kernels()
+    kernels = native_kernels(library)
+    if fast and onednn.has_bf16_units():
+        return replace(kernels, name="onednn", exact=False, linear=onednn.OneDnnLinear)
+    return kernels
 
 
 def torch_kernels() -> Kernels:
@@ -76,6 +82,7 @@ def torch_kernels() -> Kernels:
         name="torch",
         exact=False,
         linear=linear.TorchLinear,
+        head=linear.TorchLinear,
         write_kv=attention.torch_write_kv,
         attend=attention.torch_attend,
         rms_norm=ops.torch_rms_norm,
@@ -91,6 +98,7 @@ def native_kernels(library: native.Library) -> Kernels:
         name="native",
         exact=True,
         linear=linear.native_linear(library),
+        head=linear.native_linear(library),
         write_kv=pages.write_kv,
         attend=pages.attend,
         rms_norm=rows.rms_norm,

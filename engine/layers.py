@@ -110,7 +110,7 @@ class LmHead:
     """Hidden rows to logits, accumulated and returned in fp32 in every dtype: bf16 logits tie too often."""
 
     def __init__(self, weight: Tensor, kernels: Kernels) -> None:
-        self._cpu_linear = kernels.linear(weight) if weight.device.type == "cpu" else None
+        self._cpu_linear = kernels.head(weight) if weight.device.type == "cpu" else None
         self._transposed = weight.t()  # [hidden, vocab]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def load_engine(config: EngineConfig) -> Engine:
     weights = load_weights(Path(config.model_path), model_config)
     layout = _kv_layout(model_config, config)
     cache = KvCache(layout, _num_pages(config, model_config, layout), device)
-    kernels = choose_kernels(device)
+    kernels = choose_kernels(device, fast=config.fast)
     model = Model(model_config, weights, kernels, getattr(torch, config.dtype), device)
     card = ModelCard(
         name=config.name,

@@ -25,7 +25,7 @@ class ClusterConfig:
     prefill: int = 1  # workers
     decode: int = 1  # workers
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of weights and KV
-    fast: bool = False  # larger prefill tiles; gives up path-invariance
+    fast: bool = False  # oneDNN's bf16 units where the CPU has them; gives up path-invariance there
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # of the links
     threads: int = 0  # of each worker's engine; 0: one
