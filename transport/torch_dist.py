@@ -122,7 +122,7 @@ class GlooGroup:
         self._op_timeout = timedelta(seconds=config.op_timeout_s)
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._threads = 1
-        options._timeout = self._op_timeout / 5  # Gloo multiplies it by five while it connects
+        options._timeout = self._op_timeout / 2  # to meet at the store; connecting may then take five times as long
         options._devices = [device]
         group: Any = c10d.ProcessGroupGloo(store, _RANKS[side], 2, options)
         self._post = group.send if side == "send" else group.recv
