@@ -103,6 +103,7 @@ def _command(binary: str, folder: Path) -> list[str]:
     return [
         binary, "--port", "0", "--unixsocket", str(folder / "redis.sock"), "--unixsocketperm", "700",
         "--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder),
+        "--set-proc-title", "no",  # it would be written over the session's mark in the environment
     ]
     # fmt: on
 

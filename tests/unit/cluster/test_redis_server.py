@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from cluster import redis_server
+from cluster.reaper import MARK, marked
 from cluster.redis_server import RedisServer, check_redis, find_binary
 from pdserve.errors import ConfigError
 
@@ -30,6 +31,14 @@ def test_it_answers_on_a_private_socket_and_stops(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="redis_url"):
         check_redis(server.url)
     server.stop()  # twice is harmless
+
+
+def test_it_carries_the_mark_of_its_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, str(tmp_path))
+    server = RedisServer(tmp_path)
+    marked_pids = [process.pid for process in marked(str(tmp_path))]
+    server.stop()
+    assert marked_pids == [server.process.pid]
 
 
 async def test_it_is_started_again_at_the_same_address(tmp_path: Path) -> None:
