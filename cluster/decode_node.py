@@ -26,7 +26,7 @@ async def serve_decode(config: NodeConfig) -> None:
     receiver = Receiver(worker.submit, worker.is_live, links)
     thread.start()
     try:
-        await server.run(thread, SERVICES, [thread.ended, links.fatal, receiver.run()])
+        await server.run(thread, SERVICES, [thread.watch(config.cluster.stuck_after_s), links.fatal, receiver.run()])
     finally:
         await links.close()
         await thread.stop()

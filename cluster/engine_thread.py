@@ -12,6 +12,7 @@ from pdserve.vitals import Vitals
 
 Update = TypeVar("Update", covariant=True)
 U = TypeVar("U")
+WATCH_INTERVAL_S = 1.0
 IDLE_WAIT_S = 0.25  # how soon the thread sees that it should stop
 
 
@@ -56,6 +57,18 @@ class EngineThread(Generic[U]):
         """End after the present step; a step that outlasts `limit_s` ends with the process."""
         self._stopping = True
         await asyncio.to_thread(self._thread.join, limit_s)
+
+    async def watch(self, stuck_after_s: float) -> str:
+        """Returns why the worker must be started again: its engine failed, or has not moved for so long."""
+        progress, moved_at = -1, time.monotonic()
+        while not self.ended.done():
+            if self._worker.progress != progress or not self._step_began:
+                progress, moved_at = self._worker.progress, time.monotonic()
+            elif time.monotonic() - moved_at > stuck_after_s:
+                return f"the engine has been in one layer for {stuck_after_s:g} s"
+            await asyncio.wait((self.ended,), timeout=WATCH_INTERVAL_S)
+        self.ended.result()
+        return "the engine ended"
 
     def _run(self) -> None:
         try:

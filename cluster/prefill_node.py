@@ -43,7 +43,9 @@ async def serve_prefill(config: NodeConfig) -> None:
     following = _follow(RegistryMembership(config.redis_url, config.namespace), links)
     thread.start()
     try:
-        await server.run(_Vitals(thread, links), SERVICES, [thread.ended, links.fatal, following])
+        await server.run(
+            _Vitals(thread, links), SERVICES, [thread.watch(config.cluster.stuck_after_s), links.fatal, following]
+        )
     finally:
         await links.close()
         await thread.stop()

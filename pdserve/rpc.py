@@ -28,13 +28,17 @@ _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
 _SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not a silent share
 )
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # closing a channel must close its connection
     ("grpc.enable_retries", 0),  # whoever owns the request decides what is tried again
+    # a cut or stopped peer is noticed on idle connections too
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
 )
 
 

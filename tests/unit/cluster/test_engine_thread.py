@@ -1,0 +1,70 @@
+"""The loop around an engine: delivers, fails, notices a step that does not move."""
+
+import asyncio
+import threading
+
+import pytest
+
+from cluster.engine_thread import EngineThread
+from engine.pages import PageCounts
+
+
+class Engine:
+    """Steps as the test says."""
+
+    def __init__(self) -> None:
+        self.is_idle = True
+        self.progress = 0
+        self.num_requests = 3
+        self.queued_tokens = 70
+        self.steps: list[object] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def page_counts(self) -> PageCounts:
+        return PageCounts(total=10, free=7, cached=0, in_use=3, promised=1)
+
+    def step(self) -> list[object]:
+        self.gate.wait()
+        if self.steps and isinstance(self.steps[0], Exception):
+            raise self.steps.pop(0)  # type: ignore[misc]
+        return self.steps and [self.steps.pop(0)]
+
+    def wait_for_command(self, timeout_s: float) -> None:
+        threading.Event().wait(min(timeout_s, 0.005))
+
+
+async def test_updates_arrive_on_the_loop_in_order() -> None:
+    engine, got = Engine(), asyncio.Queue[list[object]]()
+    engine.steps = [1, 2, 3]
+    thread = EngineThread(engine, got.put_nowait)
+    thread.start()
+    assert [await asyncio.wait_for(got.get(), 2) for _ in range(3)] == [[1], [2], [3]]
+    await thread.stop()
+    assert thread.vitals().busy_s == 0
+    assert (thread.vitals().pages_in_use, thread.vitals().requests) == (3, 3)
+
+
+async def test_an_engine_that_fails_ends_the_watch_with_its_error() -> None:
+    engine = Engine()
+    engine.steps = [ValueError("broken")]
+    thread = EngineThread(engine, lambda update: None)
+    thread.start()
+    with pytest.raises(ValueError, match="broken"):
+        await asyncio.wait_for(thread.watch(stuck_after_s=5), 3)
+
+
+async def test_a_step_that_does_not_move_is_noticed_and_one_that_moves_is_not() -> None:
+    engine = Engine()
+    engine.gate.clear()
+    thread = EngineThread(engine, lambda update: None)
+    thread.start()
+    watch = asyncio.create_task(thread.watch(stuck_after_s=1.5))
+    for _ in range(4):
+        await asyncio.sleep(1.0)
+        engine.progress += 1
+    assert not watch.done()
+    assert thread.vitals().busy_s > 3
+    assert "one layer" in await asyncio.wait_for(watch, 5)
+    engine.gate.set()
+    await thread.stop()
