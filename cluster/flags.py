@@ -25,7 +25,9 @@ class UpFlags:
     grpc_port: Annotated[int | None, typer.Option(help="The router's port; default a free one.")] = None
     dtype: Annotated[str | None, typer.Option(help="bfloat16 (default) or float32.")] = None
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto (default).")] = None
-    fast: Annotated[bool | None, typer.Option("--fast", help="Use bf16 units where the CPU has them; no path-invariance there.")] = None
+    fast: Annotated[
+        bool | None, typer.Option("--fast", help="Use bf16 units where the CPU has them; no path-invariance there.")
+    ] = None
     threads: Annotated[int | None, typer.Option(help="Of each worker's engine; default 1.")] = None
     redis_url: Annotated[str | None, typer.Option(help="Your Redis; default an embedded one.")] = None
     ray_address: Annotated[str | None, typer.Option(help="A Ray to join; default one of our own.")] = None
