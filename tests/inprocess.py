@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -17,7 +16,7 @@ from cluster.engine_thread import EngineThread
 from decode_worker.commands import StepUpdate as DecodeUpdate
 from decode_worker.service import DecodeServicer, Receiver
 from decode_worker.worker import DecodeWorker
-from engine.load import Engine, EngineConfig, load_engine
+from engine.load import Engine
 from pdserve import rpc
 from pdserve.internal.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from pdserve.membership import WorkerInfo
@@ -35,11 +34,6 @@ from transport.base import LinkConfig, Own
 from transport.loopback import Loopback
 from transport.receive import DecodeLinks
 from transport.send import PrefillLinks
-
-
-def toy_engine(folder: Path, *, dtype: str = "float32", num_pages: int = 256) -> Engine:
-    """An engine of the toy model in `folder`."""
-    return load_engine(EngineConfig(str(folder), "toy", dtype, num_pages=num_pages))  # type: ignore[arg-type]
 
 
 @dataclass

@@ -11,14 +11,14 @@ from engine.load import Engine
 from pdserve.errors import UnknownTicket
 from pdserve.request import Sampling, Token, WorkRequest
 from router.record import RequestRecord
-from tests.inprocess import InProcess, in_process, settle, toy_engine
-from tests.toy import write_toy_model
+from tests.inprocess import InProcess, in_process, settle
+from tests.toy import toy_engine, write_toy_model
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> list[Engine]:
     folder: Path = write_toy_model(tmp_path_factory.mktemp("toy"))
-    return [toy_engine(folder) for _ in range(2)]
+    return [toy_engine(folder, num_pages=256) for _ in range(2)]
 
 
 def request(length: int = 200, max_tokens: int = 12) -> WorkRequest:

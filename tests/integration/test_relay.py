@@ -10,14 +10,14 @@ from engine.load import Engine
 from engine.sampler import Step, sample
 from pdserve.request import Sampling, Token, WorkRequest
 from router.record import RequestRecord
-from tests.inprocess import in_process, toy_engine
-from tests.toy import write_toy_model
+from tests.inprocess import in_process
+from tests.toy import toy_engine, write_toy_model
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> list[Engine]:
     folder: Path = write_toy_model(tmp_path_factory.mktemp("toy"))
-    return [toy_engine(folder) for _ in range(4)]
+    return [toy_engine(folder, num_pages=256) for _ in range(4)]
 
 
 def request(length: int, max_tokens: int, *, seed: int | None = None, top_logprobs: int = 0) -> WorkRequest:

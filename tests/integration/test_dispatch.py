@@ -1,0 +1,100 @@
+"""Who waits for whom, and how waiting ends: real workers of a toy model in one process."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine.load import Engine
+from pdserve.errors import InvalidRequest, QueueFull, Unavailable, WorkerLost
+from pdserve.request import Sampling, Token, WorkRequest
+from router import dispatch
+from router.record import RequestRecord
+from tests.inprocess import InProcess, in_process
+from tests.toy import toy_engine, write_toy_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy_model(tmp_path_factory.mktemp("toy"))
+
+
+def engines(folder: Path, *, decode_pages: int) -> tuple[list[Engine], list[Engine]]:
+    return [toy_engine(folder, "float32", 256)], [toy_engine(folder, "float32", decode_pages)]
+
+
+def request(length: int, max_tokens: int) -> WorkRequest:
+    return WorkRequest("", tuple(range(3, 3 + length)), length, Sampling(temperature=0.0), max_tokens)
+
+
+async def test_what_does_not_fit_now_waits_until_it_does(folder: Path) -> None:
+    async with in_process(*engines(folder, decode_pages=8)) as cluster:
+        answers = await asyncio.gather(*(cluster.complete(request(60, 60)) for _ in range(5)))
+        assert [len(tokens) for tokens in answers] == [60] * 5
+        await cluster.assert_clean()
+
+
+async def test_what_never_fits_is_refused_with_the_numbers(folder: Path) -> None:
+    async with in_process(*engines(folder, decode_pages=8)) as cluster:
+        with pytest.raises(InvalidRequest, match="need 200 tokens, a worker holds 128"):
+            await cluster.complete(request(100, 100))
+        await cluster.assert_clean()
+
+
+async def test_lower_priority_numbers_are_served_first(folder: Path) -> None:
+    async with in_process(*engines(folder, decode_pages=8)) as cluster:
+        done: list[int] = []
+
+        async def one(priority: int) -> None:
+            record = RequestRecord(arrived=0.0)
+            async for _ in cluster.pipeline.generate(request(60, 60), priority, record):
+                pass
+            done.append(priority)
+
+        running = asyncio.create_task(one(9))  # takes all the pages
+        while cluster.pipeline.num_running == 0:
+            await asyncio.sleep(0)
+        await asyncio.gather(running, *(one(priority) for priority in (5, 1, 3, 2, 4)))
+        assert done == [9, 1, 2, 3, 4, 5]
+
+
+async def test_a_full_queue_refuses_at_once(folder: Path) -> None:
+    async with in_process(*engines(folder, decode_pages=8)) as cluster:
+        outcomes = await asyncio.gather(*(cluster.complete(request(60, 60)) for _ in range(70)), return_exceptions=True)
+        refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        assert 0 < len(refused) <= 6
+        assert all(isinstance(error, QueueFull) and error.retry_after_s > 0 for error in refused)
+        await cluster.assert_clean()
+
+
+async def test_without_workers_waiting_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "NO_WORKER_LIMIT_S", 0.5)
+    async with in_process(*engines(folder, decode_pages=8)) as cluster:
+        cluster.members.set()
+        async with asyncio.timeout(5):
+            while cluster.directory.prefills:
+                await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match="no prefill worker has reached a decode worker"):
+            await asyncio.wait_for(cluster.complete(request(10, 10)), 5)
+
+
+async def test_when_a_worker_goes_its_requests_fail_and_the_other_ones_run_on(folder: Path) -> None:
+    prefills, decodes = engines(folder, decode_pages=64)
+    decodes.append(toy_engine(folder, "float32", 64))
+    async with in_process(prefills, decodes) as cluster:
+        tasks = [asyncio.create_task(follow(cluster, request(20 + n, 400))) for n in range(6)]
+        async with asyncio.timeout(20):
+            while not all(end.worker.num_requests >= 2 for end in cluster.decodes):
+                await asyncio.sleep(0.01)
+        await cluster.decodes[0].server.stop(0)
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        lost = [outcome for outcome in outcomes if isinstance(outcome, WorkerLost)]
+        whole = [outcome for outcome in outcomes if isinstance(outcome, list)]
+        assert len(lost) >= 2
+        assert len(whole) >= 2
+        assert all(len(tokens) == 400 for tokens in whole)
+        assert cluster.decodes[1].worker.num_requests == 0
+
+
+async def follow(cluster: InProcess, work: WorkRequest) -> list[Token]:
+    return await cluster.complete(work)
