@@ -57,7 +57,7 @@ async def test_silence_is_death() -> None:
     async with listening() as (heartbeat, beats):
         beats.beat(1, 0)
         await heartbeat.next()
-        with pytest.raises(WorkerLost, match="no beat for 0.3 s"):
+        with pytest.raises(WorkerLost, match="no beat for"):
             await heartbeat.next(0.3)
 
 
