@@ -31,7 +31,7 @@ def request(num_prompt: int, num_output: int, seed: int) -> pb.GenerateRequest:
     return message
 
 
-async def timed(stub: generation_pb2_grpc.GenerationServiceAsyncStub, message: pb.GenerateRequest) -> Timed:
+async def timed(stub: "generation_pb2_grpc.GenerationServiceAsyncStub", message: pb.GenerateRequest) -> Timed:
     """Send one request and time its tokens."""
     began, times = time.perf_counter(), []
     async for response in stub.Generate(message, timeout=600):

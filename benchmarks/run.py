@@ -60,9 +60,9 @@ def latency(address: str, num_prompt: int, num_output: int, repeats: int) -> dic
     }
 
 
-def throughput(address: str, concurrency: int, waves: int) -> float:
-    """Output tokens per second at a fixed concurrency: 256 in, 128 out."""
-    messages = [request(256, 128, 1000 * concurrency + seed) for seed in range(concurrency * waves)]
+def throughput(address: str, concurrency: int, num_requests: int) -> float:
+    """Output tokens per second at a fixed concurrency, from the first start to the last end: 256 in, 128 out."""
+    messages = [request(256, 128, 1000 * concurrency + seed) for seed in range(num_requests)]
     answers, wall_s = asyncio.run(closed_loop(address, messages, concurrency))
     return sum(each.num_tokens for each in answers) / wall_s
 
@@ -106,7 +106,7 @@ def measure(flags: Sequence[str]) -> dict[str, Any]:
             "ready_s": ready_s,
             "short": latency(address, 128, 64, repeats=5),
             "ttft": {n: latency(address, n, 2, repeats=3) for n in (512, 2000)},
-            "tokens_per_s": {c: [throughput(address, c, waves=2) for _ in range(3)] for c in (1, 8, 16)},
+            "tokens_per_s": {c: [throughput(address, c, num_requests=4 * c) for _ in range(3)] for c in (1, 8, 16)},
         }
 
 
