@@ -9,9 +9,11 @@ Import this module after `cluster.session.open_session`: Ray reads its environme
 
 import asyncio
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -28,6 +30,7 @@ from pdserve.errors import ConfigError, Unavailable
 T = TypeVar("T")
 
 OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray accepts, nearly: nothing goes through it
+STOP_LIMIT_S = 15.0
 # A dead node is found in 1.2 s instead of 15; a worker process is started when an actor needs one, not before
 _SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 500,
@@ -52,7 +55,8 @@ class Launcher:
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it may not take over our signals
         # One thread for its whole life: Ray's processes die with the thread that started them. And not the main
         # thread, where Ray would take over SIGTERM.
-        self._thread = ThreadPoolExecutor(1, "ray")
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._obey, name="ray", daemon=True).start()
 
     async def start(self) -> None:
         """Start or join Ray; takes seconds. Raises ConfigError when there is no cluster to join."""
@@ -83,12 +87,27 @@ class Launcher:
         raise Unavailable(f"Ray's {done.pop().get_name()} ended; its workers would not be started again")
 
     async def stop(self) -> None:
-        """End all workers, and Ray where it is ours."""
-        await self._call(ray.shutdown)
-        self._thread.shutdown(wait=False)
+        """End all workers, and Ray where it is ours; what takes too long is left to the reaper."""
+        try:
+            async with asyncio.timeout(STOP_LIMIT_S):
+                await self._call(ray.shutdown)
+        except TimeoutError:
+            log.warning("Ray did not end within %.0f s", STOP_LIMIT_S)
 
     async def _call(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        return await asyncio.wrap_future(future)
+
+    def _obey(self) -> None:
+        """Make the calls, one after the other; the thread is a daemon, as a call into Ray may never return."""
+        while True:
+            function, future = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:  # root of the thread: its caller gets it
+                    future.set_exception(error)
 
     async def _run(self, actor: Any, node: NodeConfig) -> str:
         """Why the worker ended."""

@@ -17,6 +17,7 @@ from cluster.redis_server import check_redis, find_binary
 from pdserve.config import ClusterConfig, NodeConfig, resolve
 from pdserve.errors import ConfigError
 
+RAY_LIMIT_S = 5.0
 _GPU_FILE = re.compile(r"nvidia\d+")
 
 
@@ -38,6 +39,7 @@ def make_plan(config: ClusterConfig, progress: Callable[[str], None]) -> Plan:
     """Check everything that can be checked, and convert the model where needed. Raises ConfigError."""
     config = resolve(config, num_gpus())
     _check_discovery(config)
+    _check_ray(config.ray_address)
     config = replace(config, grpc_port=_checked_port(config.host, config.grpc_port))
     model = model_store.resolve(config.model, progress=progress)
     return Plan(replace(config, name=config.name or model.name), model.folder)
@@ -81,6 +83,19 @@ def _check_discovery(config: ClusterConfig) -> None:
         raise ConfigError(f"redis_url: the embedded Redis serves this machine only; with host {config.host} give one")
     else:
         find_binary()
+
+
+def _check_ray(address: str) -> None:
+    """Ray itself tries for ever to reach a cluster that is not there."""
+    if not address or address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"ray_address: expected host:port or auto, got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=RAY_LIMIT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"ray_address: no Ray at {address}: {error}") from None
 
 
 def _is_loopback(host: str) -> bool:

@@ -46,6 +46,12 @@ def test_an_embedded_redis_is_for_this_machine_only() -> None:
         make_plan(ClusterConfig(host="0.0.0.0"), print)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://h:1", "nowhere", "127.0.0.1:99999"])
+def test_a_ray_that_is_not_there_is_refused_at_once(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"ray_address: .*{address}"):
+        make_plan(ClusterConfig(ray_address=address), print)
+
+
 def test_a_bad_model_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         make_plan(ClusterConfig(model=str(tmp_path)), print)
