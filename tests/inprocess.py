@@ -124,7 +124,7 @@ class InProcess:
 async def settle() -> None:
     """Let messages that are under way arrive."""
     for _ in range(5):
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.004)
 
 
 @asynccontextmanager

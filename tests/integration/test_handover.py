@@ -1,6 +1,7 @@
 """Decode uses what was pushed and nothing else; cancelling frees both sides in every state."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,9 @@ from pdserve.request import Sampling, Token, WorkRequest
 from router.record import RequestRecord
 from tests.inprocess import InProcess, in_process, settle
 from tests.toy import toy_engine, write_toy_model
+
+
+CANCELS = 25  # in each of four states
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,11 @@ async def stepped(engines: list[Engine]) -> AsyncIterator[InProcess]:
     async with in_process(
         engines[:1], engines[1:], stepped=True, chunk_tokens=32, slot_bytes=2 * layout.page_bytes
     ) as cluster:
+        tasks, threads = len(asyncio.all_tasks()), threading.active_count()
         yield cluster
+        await settle()
+        assert len(asyncio.all_tasks()) <= tasks, asyncio.all_tasks()
+        assert threading.active_count() <= threads
 
 
 class Client:
@@ -104,7 +112,7 @@ async def finish(cluster: InProcess, *, steps: int = 3) -> None:
 
 
 async def test_cancel_while_queued(stepped: InProcess) -> None:
-    for _ in range(10):
+    for _ in range(CANCELS):
         client = Client(stepped, request())
         await settle()
         assert stepped.prefills[0].worker.num_requests == 0, "reserve has not been answered: it waits in the router"
@@ -113,7 +121,7 @@ async def test_cancel_while_queued(stepped: InProcess) -> None:
 
 
 async def test_cancel_while_prefilling(stepped: InProcess) -> None:
-    for _ in range(10):
+    for _ in range(CANCELS):
         client = await reserve(stepped)
         await stepped.prefills[0].step()
         await stepped.prefills[0].step()
@@ -123,7 +131,7 @@ async def test_cancel_while_prefilling(stepped: InProcess) -> None:
 
 
 async def test_cancel_while_transferring(stepped: InProcess) -> None:
-    for _ in range(10):
+    for _ in range(CANCELS):
         client = await reserve(stepped)
         stepped.loopback.hold()
         for _ in range(8):
@@ -137,7 +145,7 @@ async def test_cancel_while_transferring(stepped: InProcess) -> None:
 
 
 async def test_cancel_while_decoding(stepped: InProcess) -> None:
-    for _ in range(10):
+    for _ in range(CANCELS):
         client = await reserve(stepped)
         for _ in range(12):
             await stepped.prefills[0].step()
