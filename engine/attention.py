@@ -91,7 +91,7 @@ class NativeAttention:
         q = _dense_heads(q)
         out = torch.empty(q.shape)
         pages = _pages_args(cache, layer, batch)
-        args = _AttendArgs(pages, q.data_ptr(), out.data_ptr(), q.shape[1], q.stride(0))
+        args = _AttendArgs(pages, q.data_ptr(), out.data_ptr(), q.shape[1], q.stride(0), self._library.threads)
         _check(self._library.call("attend", args), cache)
         return out
 
@@ -145,5 +145,5 @@ class _AttendArgs(ctypes.Structure):
     _fields_ = [
         ("at", _PagesArgs),
         *((name, ctypes.c_void_p) for name in ("q", "out")),
-        *((name, ctypes.c_long) for name in ("heads", "ldq")),
+        *((name, ctypes.c_long) for name in ("heads", "ldq", "threads")),
     ]

@@ -65,9 +65,12 @@ class Kernels:
     rotate: Rotate
 
 
-def choose_kernels(device: torch.device, *, fast: bool = False) -> Kernels:
-    """Native ones on a CPU with a C compiler, else torch; with `fast`, oneDNN's linear layers where they are faster."""
-    library = native.load() if device.type == "cpu" else None
+def choose_kernels(device: torch.device, *, fast: bool = False, threads: int = 1) -> Kernels:
+    """Native ones on a CPU with a C compiler, else torch; with `fast`, oneDNN's linear layers where they are faster.
+
+    `threads` share one call of the native ones, which changes no bits; torch and oneDNN have torch's own setting.
+    """
+    library = native.load(threads=threads) if device.type == "cpu" else None
     if library is None:
         return torch_kernels()
     kernels = native_kernels(library)

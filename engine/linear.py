@@ -56,7 +56,7 @@ class NativeLinear:
         x = x.float() if x.stride(1) == 1 else x.float().contiguous()
         y = torch.empty(x.shape[0], self._out)
         bias = None if self._bias is None else self._bias.data_ptr()
-        sizes = (x.stride(0), x.shape[0], self._in, self._out, self._is_bf16)
+        sizes = (x.stride(0), x.shape[0], self._in, self._out, self._is_bf16, self._library.threads)
         self._library.call("linear_forward", _Args(x.data_ptr(), self._packed.data_ptr(), bias, y.data_ptr(), *sizes))
         return y
 
@@ -79,5 +79,5 @@ class _Args(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "y")),
-        *((name, ctypes.c_long) for name in ("ldx", "rows", "in_", "out", "is_bf16")),
+        *((name, ctypes.c_long) for name in ("ldx", "rows", "in_", "out", "is_bf16", "threads")),
     ]

@@ -35,7 +35,7 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and KV
     device: Literal["cpu", "cuda"] = "cpu"
     num_pages: int = 0  # 0: what memory allows
-    threads: int = 1  # of one forward; more than the free cores makes it slower by far
+    threads: int = 1  # of one forward, which changes no bits; more than the free cores makes it slower
     fast: bool = (
         False  # may give up exactness for speed; the exact kernels are the quickest we have, so it changes nothing
     )
@@ -58,7 +58,7 @@ def load_engine(config: EngineConfig) -> Engine:
     weights = load_weights(Path(config.model_path), model_config)
     layout = _kv_layout(model_config, config)
     cache = KvCache(layout, _num_pages(config, model_config, layout), device)
-    kernels = choose_kernels(device, fast=config.fast)
+    kernels = choose_kernels(device, fast=config.fast, threads=config.threads)
     model = Model(model_config, weights, kernels, getattr(torch, config.dtype), device)
     card = ModelCard(
         name=config.name,

@@ -2,8 +2,9 @@
 
 The name of the library in the cache is a hash of all that decides its content (sources, compiler, flags, CPU), so that
 a new version never meets an old library. Processes that start together take turns through a file lock; the lock only
-saves work, because a library appears in its place by an atomic rename. Calls release the GIL. Without a compiler there
-is a warning, and the torch twins serve instead.
+saves work, because a library appears in its place by an atomic rename. Calls release the GIL; for more than one thread,
+OpenMP shares out their work (in the process of torch, by torch's libgomp). Without a compiler there is a warning, and
+the torch twins serve instead.
 """
 
 import ctypes
@@ -26,14 +27,19 @@ log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC")
 COMPILE_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 300.0
+OPENMP = "-fopenmp"
 _FUNCTIONS = ("linear_forward", "write_kv", "attend", "rms_norm", "silu_mul", "rotate")
 
 
 class Library:
-    """The loaded functions. Each takes one structure and returns 0 or a negative number."""
+    """The loaded functions. Each takes one structure and returns 0 or a negative number.
 
-    def __init__(self, path: Path) -> None:
+    `threads` is how many share the work of a call, for the fields of that name in the structures.
+    """
+
+    def __init__(self, path: Path, threads: int = 1) -> None:
         """Raises OSError when the file is not a library for this machine, AttributeError when a function is missing."""
+        self.threads = threads
         functions = ctypes.CDLL(str(path))
         self._functions = {name: functions[name] for name in _FUNCTIONS}
 
@@ -42,32 +48,51 @@ class Library:
         return int(self._functions[name](ctypes.byref(args)))
 
 
-def load(compiler: str = "cc", flags: Sequence[str] = FLAGS, cache: Path | None = None) -> Library | None:
-    """The library, compiled now if need be; None, with a warning, where that is impossible."""
+def load(
+    compiler: str = "cc", flags: Sequence[str] = FLAGS, cache: Path | None = None, threads: int = 1
+) -> Library | None:
+    """The library, compiled now if need be; None, with a warning, where that is impossible.
+
+    OpenMP comes in only for more than one thread; where the compiler lacks it there is one thread, with a warning.
+    """
     command = shutil.which(compiler)
     if command is None:
         log.warning(
             "no C compiler (%s) found: the slower torch kernels serve instead; install gcc for the fast ones", compiler
         )
         return None
+    arguments, folder = [command, *flags], cache or Path.home() / ".cache" / "pdserve"
+    shared = _attempt([*arguments, OPENMP], folder, threads) if threads > 1 else ""
+    if isinstance(shared, Library):
+        return shared
+    library = _attempt(arguments, folder, 1)
+    if not isinstance(library, Library):
+        log.warning("the C kernels do not compile or load, torch kernels serve instead: %s", library)
+        return None
+    if threads > 1:
+        log.warning("threads: 1 instead of %d, because the C kernels do not compile with OpenMP: %s", threads, shared)
+    return library
+
+
+def _attempt(command: list[str], cache: Path, threads: int) -> Library | str:
+    """The library, or the words of what went wrong."""
     try:
-        return _load_cached([command, *flags], cache or Path.home() / ".cache" / "pdserve")
+        return _load_cached(command, cache, threads)
     except (OSError, AttributeError, subprocess.SubprocessError) as problem:
         detail = getattr(problem, "stderr", None) or ""
-        log.warning("the C kernels do not compile or load, torch kernels serve instead: %s %s", problem, detail[-2000:])
-        return None
+        return f"{problem} {detail[-2000:]}"
 
 
-def _load_cached(command: list[str], cache: Path) -> Library:
+def _load_cached(command: list[str], cache: Path, threads: int) -> Library:
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         private = os.access(cache, os.W_OK) and cache.stat().st_uid == os.getuid()
     except OSError:
         private = False
     if private:
-        return Library(_compiled(command, cache))
+        return Library(_compiled(command, cache), threads)
     with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:  # once loaded, the file may go
-        return Library(_compiled(command, Path(folder)))
+        return Library(_compiled(command, Path(folder)), threads)
 
 
 def _compiled(command: list[str], folder: Path) -> Path:

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "pages.h"
+#include "threads.h"
 
 #define BLOCK 64
 #define BLOCK_GROUPS (BLOCK / GROUP)
@@ -17,7 +18,7 @@ typedef struct {
     pages_args at;
     const float *q; /* [rows][heads][head_dim], rows ldq floats apart */
     float *out;     /* [rows][heads][head_dim] */
-    long heads, ldq;
+    long heads, ldq, threads;
 } attend_args;
 
 typedef struct { /* of a strip; all but `scores` live while blocks pass */
@@ -174,13 +175,38 @@ static void attend_strip(const attend_args *a, strip *s, long sequence, long row
     end_strip(a, s, row, rows, kv_head);
 }
 
-static void attend_sequence(const attend_args *a, strip *s, long sequence, long strip_rows) {
-    long begin = a->at.row_starts[sequence], end = a->at.row_starts[sequence + 1];
-    for (long kv_head = 0; kv_head < a->at.kv_heads; kv_head++)
-        for (long row = begin; row < end; row += strip_rows) {
-            long rows = end - row < strip_rows ? end - row : strip_rows;
-            attend_strip(a, s, sequence, row, rows, kv_head);
-        }
+/* Take strips of all sequences and KV heads until none is left; late rows first, because they see the most keys. */
+static void attend_strips(const attend_args *a, strip s, long strip_rows, long *next) {
+    long item = 0, mine = take(next);
+    for (long sequence = 0; sequence < a->at.sequences; sequence++) {
+        long begin = a->at.row_starts[sequence], end = a->at.row_starts[sequence + 1];
+        for (long kv_head = 0; kv_head < a->at.kv_heads; kv_head++)
+            for (long row = begin + (end - begin - 1) / strip_rows * strip_rows; row >= begin; row -= strip_rows, item++) {
+                if (item != mine) continue;
+                attend_strip(a, &s, sequence, row, end - row < strip_rows ? end - row : strip_rows, kv_head);
+                mine = take(next);
+            }
+    }
+}
+
+/* The parts of a strip in its memory. */
+static strip lay_out(float *memory, long queries, long vectors) {
+    strip s = {.scores = (float (*)[BLOCK])memory, .sum = (group *)(memory + queries * BLOCK)};
+    s.q = memory + queries * (BLOCK + GROUP);
+    s.out = s.q + vectors;
+    s.max = s.out + vectors;
+    s.shrink = s.max + queries;
+    return s;
+}
+
+/* Floating-point operations of a call. */
+static double work_of(const attend_args *a) {
+    double keys = 0;
+    for (long s = 0; s < a->at.sequences; s++) {
+        long begin = a->at.row_starts[s], end = a->at.row_starts[s + 1];
+        keys += 0.5 * (end - begin) * (a->at.positions[begin] + a->at.positions[end - 1]);
+    }
+    return 4.0 * keys * a->heads * a->at.head_dim;
 }
 
 /* 0; -1 when the page table is wrong; -2 without memory. */
@@ -188,14 +214,15 @@ int attend(const attend_args *a) {
     if (!pages_valid(&a->at)) return -1;
     long shared = a->heads / a->at.kv_heads, strip_rows = shared < STRIP ? STRIP / shared : 1;
     long queries = shared * strip_rows, vectors = queries * a->at.head_dim;
-    float *memory = aligned_alloc(64, (queries * (BLOCK + GROUP + 2) + vectors * 2 + 15) / 16 * 64);
+    long floats = (queries * (BLOCK + GROUP + 2) + vectors * 2 + 15) / 16 * 16, threads = team(a->threads, work_of(a)), next = 0;
+    float *memory = aligned_alloc(64, threads * floats * sizeof(float));
     if (!memory) return -2;
-    strip s = {.scores = (float (*)[BLOCK])memory, .sum = (group *)(memory + queries * BLOCK)};
-    s.q = memory + queries * (BLOCK + GROUP);
-    s.out = s.q + vectors;
-    s.max = s.out + vectors;
-    s.shrink = s.max + queries;
-    for (long sequence = 0; sequence < a->at.sequences; sequence++) attend_sequence(a, &s, sequence, strip_rows);
+    if (threads == 1) attend_strips(a, lay_out(memory, queries, vectors), strip_rows, &next);
+    else {
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+        for (long thread = 0; thread < threads; thread++)
+            attend_strips(a, lay_out(memory + thread * floats, queries, vectors), strip_rows, &next);
+    }
     free(memory);
     return 0;
 }

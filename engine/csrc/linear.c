@@ -1,15 +1,17 @@
 /* Linear layers: y = x w^T + bias in fp32, weights packed as [out / 16][in][16] in bf16 or fp32. */
 #include "simd.h"
+#include "threads.h"
 
 typedef struct {
     const float *x; /* [rows][in], rows ldx floats apart */
     const char *w;  /* packed, out padded to a multiple of 16 */
     const float *bias; /* padded like w, or null */
     float *y; /* [rows][out] */
-    long ldx, rows, in, out, is_bf16;
+    long ldx, rows, in, out, is_bf16, threads;
 } linear_args;
 
 #define AHEAD 1024 /* bytes of weights: the hardware's own prefetch stops at every memory page */
+#define ITEMS_PER_THREAD 4 /* so that none waits long for another */
 #define BLOCK_BYTES (192 * 1024) /* of x: stays in the second-level cache while all weights pass by */
 
 INLINE void run_tile(const linear_args *a, const int rows, const int groups, long row, long first, const int is_bf16) {
@@ -37,29 +39,45 @@ INLINE void run_tile(const linear_args *a, const int rows, const int groups, lon
     }
 }
 
-INLINE void run_block(const linear_args *a, long begin, long end, const int is_bf16) {
-    long panels = (a->out + GROUP - 1) / GROUP;
-    for (long first = 0; first < panels;) {
+/* The rows begin..end of x times the panels first..last of weights. */
+INLINE void run_block(const linear_args *a, long begin, long end, long first, long last, const int is_bf16) {
+    while (first < last) {
         int rows = next_rows(end - begin), done = 1;
         for (long row = begin; row < end; row += rows) {
             rows = next_rows(end - row);
             int wide = end - begin <= 3; /* several panels at once only where one tile takes all rows */
 #define TILE(m, g) (run_tile(a, m, g, row, first, is_bf16), done = g)
-            FOR_TILE(TILE, rows, wide || LANES == 16 ? panels - first : 1)
+            FOR_TILE(TILE, rows, wide || LANES == 16 ? last - first : 1)
 #undef TILE
         }
         first += done;
     }
 }
 
+/* Take items, each a block of rows times a part of the panels, until none is left. */
+static void run_items(const linear_args *a, long block_rows, long parts, long *next) {
+    long blocks = (a->rows + block_rows - 1) / block_rows, panels = (a->out + GROUP - 1) / GROUP;
+    long quads = (panels + 3) / 4; /* as many as the widest tile spans */
+    for (long item = take(next); item < blocks * parts; item = take(next)) {
+        long begin = item / parts * block_rows, part = item % parts;
+        long end = begin + block_rows < a->rows ? begin + block_rows : a->rows;
+        long first = quads * part / parts * 4, last = quads * (part + 1) / parts * 4;
+        if (last > panels) last = panels;
+        if (a->is_bf16) run_block(a, begin, end, first, last, 1);
+        else run_block(a, begin, end, first, last, 0);
+    }
+}
+
 /* 0. */
 int linear_forward(const linear_args *a) {
-    long block = BLOCK_BYTES / (a->in * (long)sizeof(float)) / MAX_ROWS * MAX_ROWS;
-    if (block < MAX_ROWS) block = MAX_ROWS;
-    for (long begin = 0; begin < a->rows; begin += block) {
-        long end = begin + block < a->rows ? begin + block : a->rows;
-        if (a->is_bf16) run_block(a, begin, end, 1);
-        else run_block(a, begin, end, 0);
+    long block_rows = BLOCK_BYTES / (a->in * (long)sizeof(float)) / MAX_ROWS * MAX_ROWS, next = 0;
+    if (block_rows < MAX_ROWS) block_rows = MAX_ROWS;
+    long threads = team(a->threads, 2.0 * a->rows * a->in * a->out), blocks = (a->rows + block_rows - 1) / block_rows;
+    long parts = threads == 1 ? 1 : (threads * ITEMS_PER_THREAD + blocks - 1) / blocks;
+    if (threads == 1) run_items(a, block_rows, 1, &next);
+    else {
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+        for (long thread = 0; thread < threads; thread++) run_items(a, block_rows, parts, &next);
     }
     return 0;
 }
