@@ -8,8 +8,8 @@
 #ifndef PDSERVE_THREADS_H
 #define PDSERVE_THREADS_H
 
-#ifndef SMALL_WORK     /* a test shares out everything */
-#define SMALL_WORK 2e6 /* floating-point operations: below, waking a thread takes longer than what it would save */
+#ifndef SMALL_WORK /* a test shares out everything */
+#define SMALL_WORK 4e6 /* floating-point operations: about 0.1 ms, below which waking a thread takes as long as what it saves */
 #endif
 
 /* The next item that nobody has taken. */

@@ -87,7 +87,7 @@ def test_a_model_gives_the_bits_of_one_thread(tmp_path: Path) -> None:
 
 def test_only_large_work_takes_threads(folder: Path) -> None:
     x, many, one = torch.randn(8, 256), _kernels(folder, 3, ()), _kernels(folder, 1, ())
-    small, large = torch.randn(64, 256), torch.randn(1024, 256)
+    small, large = torch.randn(64, 256), torch.randn(2048, 256)
     assert _started(lambda: many.linear(large)(x)) == 2
     assert _started(lambda: many.linear(small)(x)) == 0
     assert _started(lambda: one.linear(large)(x)) == 0
