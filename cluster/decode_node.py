@@ -19,7 +19,7 @@ async def serve_decode(config: NodeConfig) -> None:
     worker = DecodeWorker(engine, own.worker, own.incarnation, config.cluster.max_batch)
     servicer = DecodeServicer(worker.submit)
     thread: EngineThread[StepUpdate] = EngineThread(worker, servicer.deliver)
-    links = decode_links(own, link_config(config), engine.cache.pages.device)
+    links = decode_links(own, link_config(config, engine), engine.cache.pages.device)
     server = WorkerServer(config, "decode", own)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc)
     link_pb2_grpc.add_LinkServiceServicer_to_server(LinkServicer(links), server.grpc)

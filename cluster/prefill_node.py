@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cluster.engine_thread import EngineThread
 from cluster.registry import RegistryMembership
-from cluster.worker_node import WorkerServer, link_config, load, own_end
+from cluster.worker_node import WorkerServer, link_config, load, own_end, slot_bytes
 from pdserve.config import NodeConfig
 from pdserve.internal.v1 import prefill_pb2_grpc
 from pdserve.membership import Membership
@@ -34,8 +34,8 @@ async def serve_prefill(config: NodeConfig) -> None:
     """Load, serve, register; returns or raises when the worker is of no use any more."""
     engine = load(config)
     own = own_end(config, engine)
-    worker = PrefillWorker(engine, config.cluster.chunk_tokens, config.cluster.slot_bytes)
-    links = prefill_links(own, link_config(config), engine.cache.pages.device)
+    worker = PrefillWorker(engine, config.cluster.chunk_tokens, slot_bytes(config, engine))
+    links = prefill_links(own, link_config(config, engine), engine.cache.pages.device)
     servicer = PrefillServicer(worker.submit, links)
     thread: EngineThread[StepUpdate] = EngineThread(worker, servicer.deliver)
     server = WorkerServer(config, "prefill", own)

@@ -175,7 +175,9 @@ def _apply(members: dict[WorkerId, WorkerInfo], id: WorkerId, text: str) -> None
 
 def _tombstone(text: str) -> Incarnation | None:
     plain = json.loads(text)
-    return Incarnation(plain["incarnation"]) if isinstance(plain, dict) and plain.get(_TOMBSTONE) else None
+    if not isinstance(plain, dict) or not plain.get(_TOMBSTONE):
+        return None
+    return Incarnation(str(plain.get("incarnation", "")))
 
 
 class _Keys:

@@ -47,6 +47,7 @@ async def serve_router(config: NodeConfig) -> None:
     reporting = asyncio.create_task(_report_health(health, directory, health_changed))
     try:
         await _told_to_stop(following)
+        reporting.cancel()  # or the next beat would report SERVING again
         await health.set(serving=False)
         await server.stop(DRAIN_LIMIT_S)
     finally:

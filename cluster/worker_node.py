@@ -10,6 +10,7 @@ from cluster.registry import Registration
 from engine.load import Engine, EngineConfig, load_engine
 from pdserve import rpc
 from pdserve.config import NodeConfig
+from pdserve.errors import Unavailable
 from pdserve.internal.v1 import worker_pb2_grpc
 from pdserve.membership import Role, WorkerInfo
 from pdserve.request import Incarnation, WorkerId
@@ -43,11 +44,16 @@ def own_end(config: NodeConfig, engine: Engine) -> Own:
     return Own(WorkerId(config.worker_id), Incarnation(uuid.uuid4().hex), engine.card)
 
 
-def link_config(config: NodeConfig) -> LinkConfig:
+def link_config(config: NodeConfig, engine: Engine) -> LinkConfig:
     """How this cluster makes links."""
     cluster = config.cluster
     assert cluster.backend != "auto"  # resolved
-    return LinkConfig(backend=cluster.backend, slot_bytes=cluster.slot_bytes, host=cluster.host)
+    return LinkConfig(backend=cluster.backend, slot_bytes=slot_bytes(config, engine), host=cluster.host)
+
+
+def slot_bytes(config: NodeConfig, engine: Engine) -> int:
+    """As configured, but never less than one page: pages travel whole."""
+    return max(config.cluster.slot_bytes, engine.card.kv_layout.page_bytes)
 
 
 class WorkerServer:
@@ -73,7 +79,7 @@ class WorkerServer:
             async with Registration(self._config.redis_url, self._config.namespace, info):
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                _log.error("%s ends: %s", info.id, task.result())
+                raise Unavailable(f"{info.id} ends: {task.result()}")
         finally:
             for task in tasks:
                 task.cancel()

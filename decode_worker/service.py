@@ -38,6 +38,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         stream = next(self._numbers)
         outbox = self._outboxes[stream] = Outbox()
         writer = asyncio.create_task(_write(outbox, context))
+        writer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the reader ends with it
         try:
             async for request in request_iterator:
                 self._submit(_command(stream, request))

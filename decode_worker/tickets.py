@@ -9,7 +9,7 @@ Who frees what: `TicketTable.drop` frees a ticket's pages and the rest of its pr
 from dataclasses import dataclass, field
 
 from engine.pages import PagePool
-from pdserve.errors import InvalidRequest, UnknownTicket
+from pdserve.errors import InvalidRequest, ProtocolError, UnknownTicket
 from pdserve.handover import PageRun
 from pdserve.model_card import KvLayout
 from pdserve.request import Incarnation, Ticket, Token, WorkerId, WorkRequest
@@ -85,6 +85,13 @@ class TicketTable:
         if ticket.incarnation != self._incarnation or entry is None:
             raise UnknownTicket(f"ticket {ticket.counter} of incarnation {ticket.incarnation} is not alive here")
         return entry
+
+    def adopt(self, ticket: Ticket, first: Token, vocab_size: int) -> None:
+        """Let the ticket go on from `first`. Raises UnknownTicket, ProtocolError."""
+        entry = self.get(ticket)
+        if entry.last is not None or first.number != entry.request.num_emitted or first.token_id >= vocab_size:
+            raise ProtocolError(f"ticket {ticket.counter} cannot go on from {first}, its last token is {entry.last}")
+        entry.last = first
 
     def of_stream(self, stream: int) -> list[Entry]:
         """All tickets of one router."""

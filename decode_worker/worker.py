@@ -25,7 +25,7 @@ from engine.mailbox import Mailbox
 from engine.pages import PageCounts, PagePool
 from engine.sampler import Step, sample
 from pdserve.errors import PdserveError, ProtocolError
-from pdserve.request import Incarnation, Token, WorkerId
+from pdserve.request import Incarnation, Token, WorkerId, check
 
 
 class DecodeWorker:
@@ -102,19 +102,21 @@ class DecodeWorker:
 
     def _reserve(self, command: Reserve) -> Reserved:
         try:
+            check(command.request, self._engine.card.vocab_size, self._engine.card.window)
             return Reserved(command.stream, command.call, self._tickets.reserve(command.stream, command.request))
         except PdserveError as error:
             return Reserved(command.stream, command.call, error)
 
     def _adopt(self, command: Decode, update: StepUpdate) -> None:
         try:
-            self._tickets.get(command.ticket).last = command.first
+            self._tickets.adopt(command.ticket, command.first, self._engine.card.vocab_size)
         except PdserveError as error:
             update.failed.append(TicketFailed(command.stream, command.ticket.counter, error))
 
     def _land(self, landed: Landed, update: StepUpdate) -> None:
         entry = self._tickets.find(landed.run.counter)
-        page_ids = self._tickets.place(entry, landed.run) if entry else None
+        fits = landed.run.num_pages * self._engine.card.kv_layout.page_bytes == len(landed.slot.buffer)
+        page_ids = self._tickets.place(entry, landed.run) if entry and fits else None
         if page_ids is not None:
             self._engine.cache.write_pages(page_ids, landed.slot.buffer)
         landed.slot.give_back()

@@ -4,8 +4,11 @@ The router makes one `WorkRequest` per client request and attempt. Everything th
 function of this object and the tokens so far, so that any worker can go on where another one stopped.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NewType
+
+from pdserve.errors import InvalidRequest
 
 WorkerId = NewType("WorkerId", str)  # stable over restarts: "prefill-0"
 Incarnation = NewType("Incarnation", str)  # drawn anew at every start of a worker
@@ -71,6 +74,24 @@ class Token:
     token_id: int
     top_logprobs: tuple[Candidate, ...] = ()
     finish: str = ""  # "": goes on; "stop_token" or "length": this was the last
+
+
+def check(request: WorkRequest, vocab_size: int, window: int) -> None:
+    """What a worker relies on, whoever sent it. Raises InvalidRequest; the router's own checks come first."""
+    sampling, length = request.sampling, len(request.token_ids)
+    rules = (
+        ("prompt", "at least one token", 0 < request.prompt_length <= length),
+        ("prompt", f"token ids below {vocab_size}", max(request.token_ids, default=0) < vocab_size),
+        ("max_tokens", "more than the tokens emitted so far", request.num_emitted < request.max_tokens),
+        ("max_tokens", f"prompt and completion fit the window of {window}", request.max_length <= window),
+        ("temperature", "in [0, inf)", 0 <= sampling.temperature < math.inf),
+        ("top_k", "at least 0", sampling.top_k >= 0),
+        ("top_p", "in (0, 1]", 0 < sampling.top_p <= 1),
+        ("min_p", "in [0, 1]", 0 <= sampling.min_p <= 1),
+    )
+    for field, allowed, holds in rules:
+        if not holds:
+            raise InvalidRequest(field, allowed)
 
 
 def finish_after(request: WorkRequest, number: int, token_id: int) -> str:

@@ -24,6 +24,10 @@ _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # a cut or stopped peer is noticed on idle connections too, from both ends
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
 )
 _SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
@@ -35,10 +39,6 @@ _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # closing a channel must close its connection
     ("grpc.enable_retries", 0),  # whoever owns the request decides what is tried again
-    # a cut or stopped peer is noticed on idle connections too
-    ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),
 )
 
 

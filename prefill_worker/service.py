@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import grpc.aio
 
 from pdserve import rpc
-from pdserve.errors import LinkDown, PdserveError, UnknownTicket
+from pdserve.errors import LinkDown, PdserveError, Unavailable
 from pdserve.internal.v1 import prefill_pb2, prefill_pb2_grpc
 from pdserve.request import Ticket
 from pdserve.wire import request_from_wire, ticket_from_wire, token_to_wire
@@ -79,7 +79,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         problem: PdserveError | None = None
         try:
             if not await landed:  # bounded by the link's own operation timeout
-                problem = UnknownTicket("decode scrapped a payload: the ticket is dead")
+                problem = Unavailable("decode scrapped a payload: the ticket is dead")
         except LinkDown as error:
             problem = error
         self._submit(PushEnded(call, problem))

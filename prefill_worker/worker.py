@@ -15,7 +15,7 @@ from engine.mailbox import Mailbox
 from engine.pages import PageCounts, PagePool
 from engine.sampler import Step, sample
 from pdserve.errors import InvalidRequest, LinkDown, PdserveError
-from pdserve.request import Token
+from pdserve.request import Token, WorkRequest, check
 from prefill_worker.commands import Cancel, Command, Done, Ended, Failed, Push, PushEnded, Sampled, Start, StepUpdate
 from prefill_worker.outgoing import Outgoing
 from prefill_worker.scheduler import PlannedChunk, PrefillScheduler, Prompt
@@ -91,13 +91,20 @@ class PrefillWorker:
                 case PushEnded() as ended:
                     self._push_ended(ended, update)
 
+    def _check(self, request: WorkRequest) -> None:
+        card, total = self._engine.card, self._pool.counts().total
+        check(request, card.vocab_size, card.window)
+        if self._layout.pages_for(len(request.token_ids)) > total:
+            held = total * self._layout.page_tokens
+            raise InvalidRequest("prompt", f"{len(request.token_ids)} tokens, this worker holds {held}")
+
     def _start(self, start: Start, update: StepUpdate) -> None:
-        num_pages = self._layout.pages_for(len(start.request.token_ids))
-        if num_pages > self._pool.counts().total:
-            total = self._pool.counts().total * self._layout.page_tokens
-            error = InvalidRequest("prompt", f"{len(start.request.token_ids)} tokens, this worker holds {total}")
+        try:
+            self._check(start.request)
+        except InvalidRequest as error:
             update.failed.append(Failed(start.call, error))
             return
+        num_pages = self._layout.pages_for(len(start.request.token_ids))
         outgoing = None
         if start.ticket is not None and start.link is not None:
             outgoing = Outgoing(start.ticket, start.link, self._layout, self._pages_per_payload, num_pages)

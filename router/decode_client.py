@@ -27,6 +27,21 @@ from pdserve.wire import (
 )
 
 
+@dataclass(eq=False)
+class HeldTicket:
+    """A ticket for as long as its reservation is held."""
+
+    ticket: Ticket
+    failed: "asyncio.Future[PdserveError]"  # the worker is lost, or has given the ticket up; cancelled when released
+    items: "asyncio.Queue[_Item]"  # what `decode` reads
+
+    def fail(self, error: PdserveError) -> None:
+        """End it, whoever waits."""
+        if not self.failed.done():
+            self.failed.set_result(error)
+            self.items.put_nowait(error)
+
+
 @dataclass(frozen=True)
 class Decoded:
     """One token, and the forward passes in which the request has had a row so far."""
@@ -44,16 +59,16 @@ class DecodeClient:
     def __init__(self, worker: WorkerId, channel: grpc.aio.Channel) -> None:
         self._worker = worker
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self._commands: asyncio.Queue[decode_pb2.ConnectRequest] = asyncio.Queue()
+        self._commands: asyncio.Queue[decode_pb2.ConnectRequest | None] = asyncio.Queue()
         self._numbers = itertools.count()
-        self._reservations: dict[int, asyncio.Future[Ticket]] = {}
-        self._tokens: dict[int, asyncio.Queue[_Item]] = {}
+        self._reservations: dict[int, asyncio.Future[HeldTicket]] = {}
+        self._held: dict[int, HeldTicket] = {}
         self._lost: PdserveError | None = None
 
     @property
     def num_tickets(self) -> int:
         """Requests of this router on the worker."""
-        return len(self._tokens) + len(self._reservations)
+        return len(self._held) + len(self._reservations)
 
     async def run(self) -> None:
         """Serve the stream until it breaks. Raises WorkerLost."""
@@ -65,19 +80,19 @@ class DecodeClient:
         raise WorkerLost(f"{self._worker}: it closed the stream")
 
     async def _requests(self) -> AsyncIterator[decode_pb2.ConnectRequest]:
-        while True:
-            yield await self._commands.get()
+        while (command := await self._commands.get()) is not None:
+            yield command
 
     def _take(self, message: decode_pb2.ConnectResponse) -> None:
         for reserved in message.reserved:
             self._take_reserved(reserved)
         for batch in message.tokens:
-            if items := self._tokens.get(batch.counter):
+            if held := self._held.get(batch.counter):
                 for token in batch.tokens:
-                    items.put_nowait(Decoded(token_from_wire(token), batch.decode_steps))
+                    held.items.put_nowait(Decoded(token_from_wire(token), batch.decode_steps))
         for failure in message.failures:
-            if items := self._tokens.get(failure.counter):
-                items.put_nowait(failure_from_wire(failure.failure))
+            if held := self._held.get(failure.counter):
+                held.fail(failure_from_wire(failure.failure))
 
     def _take_reserved(self, reserved: decode_pb2.Reserved) -> None:
         waiter = self._reservations.pop(reserved.call, None)
@@ -89,24 +104,24 @@ class DecodeClient:
         if waiter is None:
             self._release(ticket)  # whoever asked has left
             return
-        self._tokens[ticket.counter] = asyncio.Queue()
-        waiter.set_result(ticket)
+        held = HeldTicket(ticket, asyncio.get_running_loop().create_future(), asyncio.Queue())
+        self._held[ticket.counter] = held
+        waiter.set_result(held)
 
     @asynccontextmanager
-    async def reserve(self, request: WorkRequest) -> AsyncIterator[Ticket]:
+    async def reserve(self, request: WorkRequest) -> AsyncIterator[HeldTicket]:
         """Hold a ticket for the time of the block. Raises NoCapacity, InvalidRequest, WorkerLost."""
-        ticket = await self._reserve(request)
+        held = await self._reserve(request)
         try:
-            yield ticket
+            yield held
         finally:
-            del self._tokens[ticket.counter]
-            self._release(ticket)
+            self._drop(held)
 
-    async def _reserve(self, request: WorkRequest) -> Ticket:
+    async def _reserve(self, request: WorkRequest) -> HeldTicket:
         if self._lost is not None:
             raise self._lost
         call = next(self._numbers)
-        waiter: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[HeldTicket] = asyncio.get_running_loop().create_future()
         self._reservations[call] = waiter
         reserve = decode_pb2.Reserve(call=call, request=request_to_wire(request))
         self._commands.put_nowait(decode_pb2.ConnectRequest(reserve=reserve))
@@ -116,25 +131,28 @@ class DecodeClient:
             self._abandon(call, waiter)
             raise
 
-    def _abandon(self, call: int, waiter: asyncio.Future[Ticket]) -> None:
+    def _abandon(self, call: int, waiter: asyncio.Future[HeldTicket]) -> None:
         """The caller leaves before, or just as, the reply comes: the ticket must not outlive it."""
         self._reservations.pop(call, None)
         if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-            ticket = waiter.result()
-            del self._tokens[ticket.counter]
-            self._release(ticket)
+            self._drop(waiter.result())
+
+    def _drop(self, held: HeldTicket) -> None:
+        del self._held[held.ticket.counter]
+        held.failed.cancel()
+        self._release(held.ticket)
 
     def _release(self, ticket: Ticket) -> None:
         release = decode_pb2.Release(ticket=ticket_to_wire(ticket))
         self._commands.put_nowait(decode_pb2.ConnectRequest(release=release))
 
-    async def decode(self, ticket: Ticket, first: Token) -> AsyncGenerator[Decoded, None]:
+    async def decode(self, held: HeldTicket, first: Token) -> AsyncGenerator[Decoded, None]:
         """Yield the tokens after `first`, up to the one that finishes. Raises WorkerLost, ProtocolError."""
-        decode = decode_pb2.Decode(ticket=ticket_to_wire(ticket), first=token_to_wire(first))
+        decode = decode_pb2.Decode(ticket=ticket_to_wire(held.ticket), first=token_to_wire(first))
         self._commands.put_nowait(decode_pb2.ConnectRequest(decode=decode))
-        items, token = self._tokens[ticket.counter], first
+        token = first
         while not token.finish:
-            item = await items.get()  # bounded by the worker's liveness and the client's deadline
+            item = await held.items.get()  # bounded by the worker's liveness and the client's deadline
             if isinstance(item, PdserveError):
                 raise item
             if item.token.number != token.number + 1:
@@ -148,5 +166,6 @@ class DecodeClient:
         for waiter in self._reservations.values():
             waiter.set_exception(error)
         self._reservations.clear()
-        for items in self._tokens.values():
-            items.put_nowait(error)
+        for held in self._held.values():
+            held.fail(error)
+        self._commands.put_nowait(None)  # lets gRPC's reader of the commands end

@@ -6,14 +6,13 @@ Membership only says where to look; a worker is in the table from its first beat
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 
 from pdserve import rpc
 from pdserve.errors import WorkerLost
 from pdserve.membership import Membership, WorkerInfo
 from pdserve.request import Incarnation
 from router.decode_client import DecodeClient
-from router.peers import CONNECT_LIMIT_S, DecodePeer, Heartbeat, Peer, PrefillPeer, lose, make_peer
+from router.peers import CONNECT_LIMIT_S, DecodePeer, Heartbeat, Peer, PrefillPeer, make_peer
 
 _log = logging.getLogger(__name__)
 RECONNECT_DELAY_S = 0.5
@@ -75,6 +74,8 @@ class Directory:
                 await self._attend(info)
             except WorkerLost as error:
                 _log.warning("lost %s: %s", info.id, error)
+            except Exception:  # root of the task: one worker's trouble must not hide it for ever
+                _log.exception("%s", info.id)
             await asyncio.sleep(RECONNECT_DELAY_S)  # back-off: the same incarnation may come back
 
     async def _attend(self, info: WorkerInfo) -> None:
@@ -82,15 +83,19 @@ class Directory:
         channel = rpc.channel(info.address)
         heartbeat = Heartbeat(info, channel, self._stuck_after_s)
         peer: Peer | None = None
+        error = WorkerLost(f"{info.id} has left")
         try:
             peer = make_peer(info, channel, await heartbeat.next(CONNECT_LIMIT_S))
             self._peers[info.incarnation] = peer
             self._on_change()
             await self._listen(peer, heartbeat)
+        except WorkerLost as lost:
+            error = lost
+            raise
         finally:
             if peer is not None:
                 del self._peers[info.incarnation]
-                lose(peer, WorkerLost(f"{info.id}: the worker was lost"))
+                peer.client.fail(error)
                 self._on_change()
             heartbeat.close()
             await channel.close()
@@ -106,12 +111,11 @@ class Directory:
         finally:
             for task in (stream, beats):
                 task.cancel()
-                with suppress(WorkerLost, asyncio.CancelledError):
-                    await task
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the first one counts
 
     async def _beats(self, peer: Peer, heartbeat: Heartbeat) -> None:
         while True:
-            peer.beat = await heartbeat.next()
+            peer.take(await heartbeat.next())
             self.down_for_s()
             self._on_change()
 

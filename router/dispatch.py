@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from pdserve.errors import NoCapacity, Unavailable
-from pdserve.request import Incarnation, Ticket, WorkRequest
+from pdserve.errors import NoCapacity, Unavailable, WorkerLost
+from pdserve.request import Incarnation, WorkRequest
+from router.decode_client import HeldTicket
 from router.directory import Directory
 from router.peers import DecodePeer, PrefillPeer
-from router.policy import choose_decode, choose_prefill
+from router.policy import choose, open_prefills
 from router.waiting_room import Seat, WaitingRoom
 
 NO_WORKER_LIMIT_S = 30.0  # a restarted worker is back well before
@@ -21,7 +22,7 @@ class Legs:
 
     prefill: PrefillPeer
     decode: DecodePeer | None
-    ticket: Ticket | None
+    ticket: HeldTicket | None
     num_waiting: int = 0  # prompt tokens that count as queued on the prefill worker
 
     def occupy(self, num_tokens: int) -> None:
@@ -65,37 +66,30 @@ class Dispatcher:
     async def _seize(self, seat: Seat, work: WorkRequest, held: AsyncExitStack) -> Legs:
         while True:
             await self._turn(seat)
-            full: set[Incarnation] = set()  # refused in this turn: another one may have room
-            while pair := self._choose(work, full):
-                if legs := await self._reserve(*pair, work, held):
-                    return legs
-                full.add(pair[1].info.incarnation if pair[1] else Incarnation(""))
+            if work.num_emitted + 1 >= work.max_tokens:  # one token is prefill's own: it needs no decode worker
+                if prefills := open_prefills(self._directory.prefills, self._chunk_tokens):
+                    return Legs(prefills[0], None, None)
+            elif legs := await self._reserve(work, held):
+                return legs
 
     async def _turn(self, seat: Seat) -> None:
         """Wait for something to change while the seat is first. Raises Unavailable when nobody serves for long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(NO_WORKER_LIMIT_S):
-                await self._room.turn(seat)
-        if self._directory.down_for_s() > NO_WORKER_LIMIT_S:
-            raise Unavailable(f"no prefill worker has reached a decode worker for {NO_WORKER_LIMIT_S:g} s")
+        has_turn = False
+        while not has_turn:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NO_WORKER_LIMIT_S):
+                    await self._room.turn(seat)
+                    has_turn = True
+            if self._directory.down_for_s() > NO_WORKER_LIMIT_S:
+                raise Unavailable(f"no prefill worker has reached a decode worker for {NO_WORKER_LIMIT_S:g} s")
 
-    def _choose(self, work: WorkRequest, full: set[Incarnation]) -> tuple[PrefillPeer, DecodePeer | None] | None:
-        """A pair to try, if any. One token needs no decode worker: it is prefill's own."""
-        prefill = choose_prefill(self._directory.prefills, self._chunk_tokens)
-        if prefill is None:
-            return None
-        if work.num_emitted + 1 >= work.max_tokens:
-            return prefill, None
-        decode = choose_decode(prefill, self._directory.decodes, full)
-        return (prefill, decode) if decode else None
-
-    async def _reserve(
-        self, prefill: PrefillPeer, decode: DecodePeer | None, work: WorkRequest, held: AsyncExitStack
-    ) -> Legs | None:
-        if decode is None:
-            return Legs(prefill, None, None)
-        try:
-            ticket = await held.enter_async_context(decode.client.reserve(work))
-        except NoCapacity:
-            return None
-        return Legs(prefill, decode, ticket)
+    async def _reserve(self, work: WorkRequest, held: AsyncExitStack) -> Legs | None:
+        """Ask one decode worker after the other; None when all have refused for now."""
+        refused: set[Incarnation] = set()
+        while pair := choose(self._directory.prefills, self._directory.decodes, self._chunk_tokens, refused):
+            prefill, decode = pair
+            try:
+                return Legs(prefill, decode, await held.enter_async_context(decode.client.reserve(work)))
+            except (NoCapacity, WorkerLost):
+                refused.add(decode.info.incarnation)
+        return None

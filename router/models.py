@@ -17,17 +17,20 @@ class Models:
         self._name = name
         self._text = text
         self._directory = directory
+        self._last: ServedModel | None = None  # stands while workers come back: requests wait for them
 
     def find(self, name: str) -> ServedModel:
         """Raises ModelNotFound; Unavailable when no worker serves the model yet."""
         if name not in ("", self._name):
             raise ModelNotFound(f"model: {name!r} is not served here; use {self._name!r} or leave it empty")
-        prefills, decodes = self._directory.prefills, self._directory.decodes
-        if not prefills or not decodes:
-            raise Unavailable(f"no worker serves {self._name!r} at the moment")
-        card = decodes[0].info.card
-        totals = [max(peer.beat.pages.total for peer in peers) for peers in (prefills, decodes)]
-        return ServedModel(card, self._text, min(totals) * card.kv_layout.page_tokens)
+        peers: list[Peer] = [*self._directory.prefills, *self._directory.decodes]
+        if self._directory.is_serving:
+            card = peers[0].info.card
+            num_pages = min(peer.beat.pages.total for peer in peers)
+            self._last = ServedModel(card, self._text, num_pages * card.kv_layout.page_tokens)
+        if self._last is None:
+            raise Unavailable(f"no worker serves {self._name!r} yet")
+        return self._last
 
     def all(self) -> list[ServedModel]:
         """All models that workers serve at the moment."""

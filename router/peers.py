@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from pdserve.errors import PdserveError, WorkerLost
+from pdserve.errors import WorkerLost
 from pdserve.internal.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.membership import WorkerInfo
 from pdserve.vitals import SILENCE_LIMIT_S
@@ -17,6 +17,7 @@ from router.decode_client import DecodeClient
 from router.prefill_client import PrefillClient
 
 CONNECT_LIMIT_S = 5.0
+LATE_S = 0.3  # by which our own timer is late when our process, not the worker, was stopped
 
 
 @dataclass(eq=False)
@@ -26,11 +27,17 @@ class PrefillPeer:
     info: WorkerInfo
     client: PrefillClient
     beat: worker_pb2.WatchResponse
+    others: int = 0  # tokens of other routers, at the last beat
+
+    def take(self, beat: worker_pb2.WatchResponse) -> None:
+        """Note what the worker says of itself."""
+        self.beat = beat
+        self.others = max(0, beat.load.queued_tokens - self.client.queued_tokens)
 
     @property
     def queued_tokens(self) -> int:
-        """What it must compute before a new prompt; its own word is up to a beat old, so ours counts as well."""
-        return max(self.client.queued_tokens, self.beat.load.queued_tokens)
+        """What it must compute before a new prompt: ours as of now, that of other routers as of the last beat."""
+        return self.client.queued_tokens + self.others
 
     def reaches(self, decode: "DecodePeer") -> bool:
         """Whether its link to this incarnation of a decode worker is up."""
@@ -44,11 +51,17 @@ class DecodePeer:
     info: WorkerInfo
     client: DecodeClient
     beat: worker_pb2.WatchResponse
+    others: int = 0  # requests of other routers, at the last beat
+
+    def take(self, beat: worker_pb2.WatchResponse) -> None:
+        """Note what the worker says of itself."""
+        self.beat = beat
+        self.others = max(0, beat.load.requests - self.client.num_tickets)
 
     @property
     def num_requests(self) -> int:
-        """Requests on it; its own word is up to a beat old, so ours counts as well."""
-        return max(self.client.num_tickets, self.beat.load.requests)
+        """Requests on it: ours as of now, those of other routers as of the last beat."""
+        return self.client.num_tickets + self.others
 
 
 Peer = PrefillPeer | DecodePeer
@@ -68,22 +81,33 @@ class Heartbeat:
         self._info = info
         self._stuck_after_s = stuck_after_s
         self._call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(), wait_for_ready=True)
+        self._reading: asyncio.Task[object] | None = None  # cancelling a read would end the call: it is kept
         self._progress = -1
         self._moved_at = 0.0
 
     async def next(self, limit_s: float = SILENCE_LIMIT_S) -> worker_pb2.WatchResponse:
         """The next beat. Raises WorkerLost when there is none within `limit_s`, or when the engine is stuck."""
+        reading = self._reading or asyncio.create_task(self._read())
+        self._reading = reading
+        loop = asyncio.get_running_loop()
+        due = loop.time() + limit_s
+        await asyncio.wait({reading}, timeout=limit_s)
+        if not reading.done() and loop.time() > due + LATE_S:  # it is this process that stood still
+            await asyncio.wait({reading}, timeout=limit_s)
+        if not reading.done():
+            raise WorkerLost(f"{self._info.id}: no beat for {limit_s:g} s")
+        self._reading = None
         try:
-            async with asyncio.timeout(limit_s):
-                beat = await self._call.read()
-        except TimeoutError:
-            raise WorkerLost(f"{self._info.id}: no beat for {limit_s:g} s") from None
+            beat = reading.result()
         except grpc.aio.AioRpcError as failure:
             raise WorkerLost(f"{self._info.id}: {failure.details()}") from failure
         if not isinstance(beat, worker_pb2.WatchResponse):
             raise WorkerLost(f"{self._info.id}: it closed the stream")
         self._check(beat)
         return beat
+
+    async def _read(self) -> object:
+        return await self._call.read()
 
     def _check(self, beat: worker_pb2.WatchResponse) -> None:
         if beat.incarnation != self._info.incarnation:
@@ -97,8 +121,5 @@ class Heartbeat:
     def close(self) -> None:
         """Stop listening."""
         self._call.cancel()
-
-
-def lose(peer: Peer, error: PdserveError) -> None:
-    """Fail all that runs on the worker."""
-    peer.client.fail(error)
+        if self._reading is not None:
+            self._reading.cancel()

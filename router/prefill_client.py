@@ -13,8 +13,9 @@ import grpc.aio
 from pdserve import rpc
 from pdserve.errors import PdserveError, Unavailable, WorkerLost
 from pdserve.internal.v1 import prefill_pb2, prefill_pb2_grpc
-from pdserve.request import Ticket, Token, WorkerId, WorkRequest
+from pdserve.request import Token, WorkerId, WorkRequest
 from pdserve.wire import request_to_wire, ticket_to_wire, token_from_wire
+from router.decode_client import HeldTicket
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,20 @@ class PrefillClient:
         self._worker = worker
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._open: set[asyncio.Queue[_Item]] = set()
+        self._lost: PdserveError | None = None
         self.queued_tokens = 0  # of calls that have not sampled yet
 
-    async def prefill(self, request: WorkRequest, ticket: Ticket | None) -> AsyncGenerator[Sampled | Pushed, None]:
-        """Yield `Sampled`, then `Pushed`. Raises WorkerLost, LinkDown, UnknownTicket, InvalidRequest."""
+    async def prefill(self, request: WorkRequest, ticket: HeldTicket | None) -> AsyncGenerator[Sampled | Pushed, None]:
+        """Yield `Sampled`, then `Pushed`. Raises PdserveError: its own, or what ended the ticket."""
+        if self._lost is not None:
+            raise self._lost
         items: asyncio.Queue[_Item] = asyncio.Queue()
         message = prefill_pb2.PrefillRequest(request=request_to_wire(request))
         if ticket is not None:
-            message.ticket.CopyFrom(ticket_to_wire(ticket))
+            message.ticket.CopyFrom(ticket_to_wire(ticket.ticket))
+            ticket.failed.add_done_callback(
+                lambda failed: items.put_nowait(None if failed.cancelled() else failed.result())
+            )
         self._open.add(items)
         pump = asyncio.create_task(self._pump(message, items))
         try:
@@ -69,6 +76,8 @@ class PrefillClient:
                 items.put_nowait(_event(response))
         except grpc.aio.AioRpcError as failure:
             items.put_nowait(self._error(failure))
+        except Exception as error:  # root of the task: a closed channel raises what it likes
+            items.put_nowait(WorkerLost(f"{self._worker}: {error}"))
         else:
             items.put_nowait(None)
 
@@ -77,7 +86,8 @@ class PrefillClient:
         return WorkerLost(f"{self._worker}: {error}") if type(error) is Unavailable else error
 
     def fail(self, error: PdserveError) -> None:
-        """End every open call with `error`."""
+        """End every open call, and refuse new ones, with `error`."""
+        self._lost = error
         for items in self._open:
             items.put_nowait(error)
 

@@ -63,6 +63,9 @@ class WaitingRoom:
             self._line[0].poked.set()
 
     def _drop_left(self) -> None:
+        if len(self._line) > 2 * self._num_waiting + 16:  # those who left behind the first one
+            self._line = [seat for seat in self._line if not seat.has_left]
+            heapq.heapify(self._line)
         while self._line and self._line[0].has_left:
             heapq.heappop(self._line)
 

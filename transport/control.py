@@ -52,17 +52,18 @@ class LinkServicer(link_pb2_grpc.LinkServiceServicer):
     def __init__(self, links: DecodeLinks) -> None:
         self._links = links
 
-    async def Open(  # noqa: N802
+    # A coroutine that writes, not an async generator: gRPC would leave a cancelled generator to the garbage collector.
+    async def Open(  # type: ignore[override]  # noqa: N802
         self,
         request_iterator: AsyncIterator[link_pb2.OpenRequest],
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
-    ) -> AsyncIterator[link_pb2.OpenResponse]:
+        context: grpc.aio.ServicerContext[link_pb2.OpenRequest, link_pb2.OpenResponse],
+    ) -> None:
         """Serve one link; see link.proto."""
         frames = (prefill_frame(request) async for request in request_iterator)
         try:
             async with aclosing(self._links.serve(frames)) as answers:
                 async for frame in answers:
-                    yield response_of(frame)
+                    await context.write(response_of(frame))
         except PdserveError as error:
             await rpc.abort(context, error)
 

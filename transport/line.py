@@ -102,6 +102,8 @@ class Line(Generic[Said]):
         """The root of a task."""
         try:
             async for frame in frames:
+                if not self.is_up:
+                    return
                 take(frame)
             self.fail("the peer closed the link")
         except PdserveError as error:

@@ -212,17 +212,20 @@ class PrefillLinks:
         hello = self._hello()
         outbox = Outbox[PrefillFrame]()
         outbox.put(hello)
-        async with aclosing(self._control.open(peer, outbox)) as frames:
-            store = await self._welcome(peer, frames)
-            line = Line(self._wires.make("send", hello.epoch, store), outbox)
-            try:
-                await line.connected(self._config.op_timeout_s)
-                link = self._link_up(peer, line)
-                async with line.listening(frames, link.take):
-                    yield link
-            finally:
-                line.fail("the link was closed at this end")
-                self._quarantine.put(line.wire)
+        try:
+            async with aclosing(self._control.open(peer, outbox)) as frames:
+                store = await self._welcome(peer, frames)
+                line = Line(self._wires.make("send", hello.epoch, store), outbox)
+                try:
+                    await line.connected(self._config.op_timeout_s)
+                    link = self._link_up(peer, line)
+                    async with line.listening(frames, link.take):
+                        yield link
+                finally:
+                    line.fail("the link was closed at this end")
+                    self._quarantine.put(line.wire)
+        finally:
+            outbox.close()  # lets gRPC's reader of our frames end
 
     def _link_up(self, peer: WorkerInfo, line: Line[PrefillFrame]) -> PrefillLink:
         pool = SlotPool(self._wires.buffers(self._config.num_slots))

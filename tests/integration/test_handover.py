@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.load import Engine
-from pdserve.errors import UnknownTicket
+from pdserve.errors import Unavailable, WorkerLost
 from pdserve.request import Sampling, Token, WorkRequest
 from router.record import RequestRecord
 from tests.inprocess import InProcess, in_process, settle
@@ -68,6 +68,8 @@ async def stepped(engines: list[Engine]) -> AsyncIterator[InProcess]:
     async with in_process(
         engines[:1], engines[1:], stepped=True, chunk_tokens=32, slot_bytes=2 * layout.page_bytes
     ) as cluster:
+        while not cluster.decodes[0].servicer._outboxes:  # the router's stream is up
+            await settle()
         tasks, threads = our_tasks(), threading.active_count()
         yield cluster
         await settle()
@@ -179,6 +181,29 @@ async def test_a_payload_for_a_dead_ticket_is_scrapped_and_prefill_is_told(stepp
         table.drop(entry)
     stepped.loopback.release()
     await step_until(stepped, client.is_over)
-    with pytest.raises(UnknownTicket):
+    with pytest.raises(Unavailable, match="scrapped"):
         await client.outcome()
     await finish(stepped)
+
+
+async def test_a_decode_worker_lost_while_prefilling_ends_the_request_at_once(stepped: InProcess) -> None:
+    client = await reserve(stepped)
+    prefill = stepped.prefills[0].worker
+    await step_until(stepped, lambda: 0 < prefill.queued_tokens < 170, decode=False)
+    await stepped.decodes[0].server.stop(0)
+    async with asyncio.timeout(3):
+        while not client.is_over():
+            await settle()
+    with pytest.raises(WorkerLost):
+        await client.outcome()
+    await step_until(stepped, lambda: prefill.num_requests == 0, decode=False)
+
+
+async def test_a_prefill_worker_lost_before_its_call_ends_the_request_at_once(stepped: InProcess) -> None:
+    client = Client(stepped, request())
+    await settle()
+    stepped.directory.prefills[0].client.fail(WorkerLost("prefill-0: gone"))
+    await step_until(stepped, client.is_over, prefill=False)
+    with pytest.raises(WorkerLost, match="gone"):
+        await client.outcome()
+    await step_until(stepped, lambda: stepped.decodes[0].worker.num_requests == 0, prefill=False)

@@ -9,8 +9,8 @@ import pytest
 from pdserve import rpc
 from pdserve.errors import NoCapacity, ProtocolError, WorkerLost
 from pdserve.internal.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
-from pdserve.request import Sampling, Ticket, Token, WorkerId, WorkRequest
-from router.decode_client import DecodeClient
+from pdserve.request import Sampling, Token, WorkerId, WorkRequest
+from router.decode_client import DecodeClient, HeldTicket
 
 REQUEST = WorkRequest("label", (1, 2, 3), 3, Sampling(), max_tokens=8)
 
@@ -70,7 +70,7 @@ async def connected() -> AsyncIterator[tuple[DecodeClient, Script]]:
     await server.stop(0)
 
 
-async def collect(client: DecodeClient, ticket: Ticket) -> list[int]:
+async def collect(client: DecodeClient, ticket: HeldTicket) -> list[int]:
     return [step.token.token_id async for step in client.decode(ticket, Token(0, 100))]
 
 
@@ -79,7 +79,7 @@ async def test_reserve_decode_release_in_order() -> None:
         granting = asyncio.create_task(script.grant(5))
         async with client.reserve(REQUEST) as ticket:
             await granting
-            assert (ticket.counter, ticket.incarnation) == (5, "inc")
+            assert (ticket.ticket.counter, ticket.ticket.incarnation) == (5, "inc")
             script.tokens(5, 1, 2)
             script.tokens(5, 3, finish="length")
             assert await collect(client, ticket) == [101, 102, 103]

@@ -51,3 +51,12 @@ async def test_a_newcomer_of_higher_priority_overtakes_one_who_waits_for_room() 
     assert not room.is_first(waiting)
     room.leave(urgent)
     await asyncio.wait_for(room.turn(waiting), 1)
+
+
+async def test_those_who_left_behind_the_first_are_forgotten() -> None:
+    room = WaitingRoom(10)
+    room.enter(0)
+    for _ in range(1000):
+        room.leave(room.enter(1))
+    assert len(room) == 1
+    assert len(room._line) < 30

@@ -1,0 +1,69 @@
+"""Who gets a request: the least loaded pair that is linked."""
+
+from pdserve.internal.v1 import worker_pb2
+from pdserve.membership import Role, WorkerInfo
+from pdserve.model_card import KvLayout, ModelCard
+from pdserve.request import Incarnation, WorkerId
+from pdserve.v1 import cluster_pb2
+from router.peers import DecodePeer, PrefillPeer
+from router.policy import choose, open_prefills
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=16, page_tokens=16, dtype="float32", page_format="toy")
+
+
+class Client:
+    """What the policy reads of a client."""
+
+    def __init__(self, load: int = 0) -> None:
+        self.queued_tokens = load
+        self.num_tickets = load
+
+
+def info(id: str, role: Role, model: str = "f") -> WorkerInfo:
+    card = ModelCard("toy", 512, 512, (2,), model, LAYOUT, exact=True)
+    return WorkerInfo(WorkerId(id), role, Incarnation(f"{id}!"), "", 1, card)
+
+
+def prefill(id: str, load: int, *linked: str) -> PrefillPeer:
+    beat = worker_pb2.WatchResponse(linked=[f"{each}!" for each in linked])
+    return PrefillPeer(info(id, "prefill"), Client(load), beat)  # type: ignore[arg-type]
+
+
+def decode(id: str, load: int, model: str = "f") -> DecodePeer:
+    return DecodePeer(info(id, "decode", model), Client(load), worker_pb2.WatchResponse())  # type: ignore[arg-type]
+
+
+def ids(pair: tuple[PrefillPeer, DecodePeer] | None) -> tuple[str, str] | None:
+    return pair and (pair[0].info.id, pair[1].info.id)
+
+
+def test_the_least_loaded_of_each() -> None:
+    prefills = [prefill("p0", 300, "d0", "d1"), prefill("p1", 20, "d0", "d1")]
+    assert ids(choose(prefills, [decode("d0", 4), decode("d1", 3)], 256, ())) == ("p1", "d1")
+
+
+def test_a_prefill_worker_without_links_is_passed_over() -> None:
+    prefills = [prefill("p0", 0), prefill("p1", 500, "d0")]
+    assert ids(choose(prefills, [decode("d0", 4)], 256, ())) == ("p1", "d0")
+
+
+def test_whoever_refused_is_passed_over() -> None:
+    prefills = [prefill("p0", 0, "d0"), prefill("p1", 10, "d0", "d1")]
+    assert ids(choose(prefills, [decode("d0", 0), decode("d1", 9)], 256, {Incarnation("d0!")})) == ("p1", "d1")
+
+
+def test_two_chunk_budgets_are_enough() -> None:
+    assert ids(choose([prefill("p0", 513, "d0")], [decode("d0", 0)], 256, ())) is None
+    assert [peer.info.id for peer in open_prefills([prefill("a", 512), prefill("b", 513)], 256)] == ["a"]
+
+
+def test_another_model_is_no_pair() -> None:
+    assert choose([prefill("p0", 0, "d0")], [decode("d0", 0, model="g")], 256, ()) is None
+
+
+def test_what_others_queued_counts_and_what_we_had_queued_at_the_beat_does_not() -> None:
+    peer = prefill("p0", 100)
+    peer.take(worker_pb2.WatchResponse(load=cluster_pb2.Load(queued_tokens=350)))
+    assert peer.queued_tokens == 350
+    peer.client.queued_tokens = 0
+    assert peer.queued_tokens == 250
