@@ -1,4 +1,6 @@
-"""When a starting cluster is ready: every worker registered, the router serving, every worker in its table."""
+"""When a starting cluster is ready: every worker registered, the router serving, every worker in its table and
+linked to the others.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -31,7 +33,7 @@ async def follow_members(
 
 
 async def router_ready(address: str, expected: set[str]) -> None:
-    """Return when the router at `address` serves and sees all expected workers."""
+    """Return when the router at `address` serves, sees all expected workers, and they have all their links."""
     async with rpc.channel(address) as channel:
         await _until_serving(channel)
         await _until_complete(cluster_pb2_grpc.ClusterServiceStub(channel), expected)
@@ -51,10 +53,16 @@ async def _until_serving(channel: grpc.aio.Channel) -> None:
         await asyncio.sleep(_RETRY_S)
 
 
+def is_linked(status: cluster_pb2.GetStatusResponse) -> bool:
+    """Whether every prefill worker has a link to every decode worker."""
+    decodes = {worker.id for worker in status.workers if worker.role == "decode"}
+    return all(decodes <= set(worker.linked) for worker in status.workers if worker.role == "prefill")
+
+
 async def _until_complete(stub: "cluster_pb2_grpc.ClusterServiceAsyncStub", expected: set[str]) -> None:
     while True:
         with suppress(grpc.aio.AioRpcError):
             status = await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_CALL_LIMIT_S)
-            if expected <= {worker.id for worker in status.workers}:
+            if expected <= {worker.id for worker in status.workers} and is_linked(status):
                 return
         await asyncio.sleep(_RETRY_S)

@@ -14,7 +14,21 @@ from pdserve.v1.cluster_pb2 import GetStatusRequest, GetStatusResponse, WorkerSt
 from pdserve.v1.cluster_pb2_grpc import ClusterServiceStub
 
 CALL_LIMIT_S = 10.0
-_HEAD = ("ID", "ROLE", "PID", "ADDRESS", "REQUESTS", "QUEUED", "PAGES", "FREE", "CACHED", "IN USE", "PROMISED", "EXACT")
+_HEAD = (
+    "ID",
+    "ROLE",
+    "PID",
+    "ADDRESS",
+    "REQUESTS",
+    "QUEUED",
+    "PAGES",
+    "FREE",
+    "CACHED",
+    "IN USE",
+    "PROMISED",
+    "EXACT",
+    "LINKED",
+)
 
 
 def status(flags: RouterFlags) -> None:
@@ -49,11 +63,13 @@ async def _ask(address: str) -> GetStatusResponse:
 
 
 def _worker(worker: WorkerStatus) -> dict[str, Any]:
-    return {**plain(worker), "load": plain(worker.load), "pages": plain(worker.pages)}
+    nested = {"load": plain(worker.load), "pages": plain(worker.pages), "linked": list(worker.linked)}
+    return {**plain(worker), **nested}
 
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
     pages = (worker.pages.total, worker.pages.free, worker.pages.cached, worker.pages.in_use, worker.pages.promised)
     numbers = (worker.load.requests, worker.load.queued_tokens, *pages)
     exact = "yes" if worker.exact else "no"
-    return worker.id, worker.role, str(worker.pid), worker.address, *map(str, numbers), exact
+    linked = ",".join(worker.linked)
+    return worker.id, worker.role, str(worker.pid), worker.address, *map(str, numbers), exact, linked

@@ -52,22 +52,23 @@ class Status:
         """Live workers, oldest id first, and the requests here."""
         peers: list[Peer] = [*self._directory.prefills, *self._directory.decodes]
         return cluster_pb2.GetStatusResponse(
-            workers=[_worker_status(peer) for peer in sorted(peers, key=lambda peer: peer.info.id)],
+            workers=[self._worker(peer) for peer in sorted(peers, key=lambda peer: peer.info.id)],
             queued_requests=len(self._room),
             running_requests=self._pipeline.num_running,
         )
 
-
-def _worker_status(peer: Peer) -> cluster_pb2.WorkerStatus:
-    info, beat = peer.info, peer.beat
-    return cluster_pb2.WorkerStatus(
-        id=info.id,
-        role=info.role,
-        pid=info.pid,
-        incarnation=info.incarnation,
-        address=info.address,
-        model=info.card.name,
-        exact=info.card.exact,
-        load=beat.load,
-        pages=beat.pages,
-    )
+    def _worker(self, peer: Peer) -> cluster_pb2.WorkerStatus:
+        info, beat = peer.info, peer.beat
+        linked = [decode.info.id for decode in self._directory.decodes if decode.info.incarnation in beat.linked]
+        return cluster_pb2.WorkerStatus(
+            id=info.id,
+            role=info.role,
+            pid=info.pid,
+            incarnation=info.incarnation,
+            address=info.address,
+            model=info.card.name,
+            exact=info.card.exact,
+            load=beat.load,
+            pages=beat.pages,
+            linked=sorted(linked),
+        )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/cluster.proto\x12\npdserve.v1\"\x12\n\x10GetStatusRequest\"q\n\x11GetStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\"\xbb\x01\n\x0cWorkerStatus\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\r\n\x05\x65xact\x18\x07 \x01(\x08\x12\x1e\n\x04load\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.Load\x12 \n\x05pages\x18\t \x01(\x0b\x32\x11.pdserve.v1.Pages\"/\n\x04Load\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x15\n\rqueued_tokens\x18\x02 \x01(\r\"V\n\x05Pages\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x0e\n\x06in_use\x18\x04 \x01(\r\x12\x10\n\x08promised\x18\x05 \x01(\r2Z\n\x0e\x43lusterService\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/cluster.proto\x12\npdserve.v1\"\x12\n\x10GetStatusRequest\"q\n\x11GetStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\"\xcb\x01\n\x0cWorkerStatus\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\r\n\x05\x65xact\x18\x07 \x01(\x08\x12\x1e\n\x04load\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.Load\x12 \n\x05pages\x18\t \x01(\x0b\x32\x11.pdserve.v1.Pages\x12\x0e\n\x06linked\x18\n \x03(\t\"/\n\x04Load\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x15\n\rqueued_tokens\x18\x02 \x01(\r\"V\n\x05Pages\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x0e\n\x06in_use\x18\x04 \x01(\r\x12\x10\n\x08promised\x18\x05 \x01(\r2Z\n\x0e\x43lusterService\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,11 +36,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSRESPONSE']._serialized_start=60
   _globals['_GETSTATUSRESPONSE']._serialized_end=173
   _globals['_WORKERSTATUS']._serialized_start=176
-  _globals['_WORKERSTATUS']._serialized_end=363
-  _globals['_LOAD']._serialized_start=365
-  _globals['_LOAD']._serialized_end=412
-  _globals['_PAGES']._serialized_start=414
-  _globals['_PAGES']._serialized_end=500
-  _globals['_CLUSTERSERVICE']._serialized_start=502
-  _globals['_CLUSTERSERVICE']._serialized_end=592
+  _globals['_WORKERSTATUS']._serialized_end=379
+  _globals['_LOAD']._serialized_start=381
+  _globals['_LOAD']._serialized_end=428
+  _globals['_PAGES']._serialized_start=430
+  _globals['_PAGES']._serialized_end=516
+  _globals['_CLUSTERSERVICE']._serialized_start=518
+  _globals['_CLUSTERSERVICE']._serialized_end=608
 # @@protoc_insertion_point(module_scope)

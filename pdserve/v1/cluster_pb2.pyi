@@ -72,6 +72,7 @@ class WorkerStatus(_message.Message):
     EXACT_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    LINKED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -84,6 +85,10 @@ class WorkerStatus(_message.Message):
     def load(self) -> Global___Load: ...
     @_builtins.property
     def pages(self) -> Global___Pages: ...
+    @_builtins.property
+    def linked(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Decode workers that a prefill worker has a link to."""
+
     def __init__(
         self,
         *,
@@ -96,10 +101,11 @@ class WorkerStatus(_message.Message):
         exact: _builtins.bool = ...,
         load: Global___Load | None = ...,
         pages: Global___Pages | None = ...,
+        linked: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "exact", b"exact", "id", b"id", "incarnation", b"incarnation", "load", b"load", "model", b"model", "pages", b"pages", "pid", b"pid", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "exact", b"exact", "id", b"id", "incarnation", b"incarnation", "linked", b"linked", "load", b"load", "model", b"model", "pages", b"pages", "pid", b"pid", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,6 @@ def toy_cluster(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def cluster(toy_cluster: Cluster) -> Iterator[Cluster]:
     """The module's cluster; every test leaves it complete and clean."""
     yield toy_cluster
-    status = toy_cluster.wait_until("at full strength", 30, lambda status: len(status.workers) == 4)
+    status = toy_cluster.wait_complete(4)
     assert {worker.role for worker in status.workers} == {"prefill", "decode"}
     toy_cluster.assert_clean()

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from cluster.readiness import is_linked
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +97,12 @@ class Cluster:
                 return status
             assert time.monotonic() < deadline, f"not {what} within {limit_s:g} s: {status}"
             time.sleep(0.1)
+
+    def wait_complete(self, num_workers: int, limit_s: float = 60) -> cluster_pb2.GetStatusResponse:
+        """Until all workers are there, and linked."""
+        return self.wait_until(
+            "complete", limit_s, lambda status: len(status.workers) == num_workers and is_linked(status)
+        )
 
     def assert_clean(self, limit_s: float = 10) -> None:
         """Every page free, nothing queued or running, on every worker."""

@@ -67,9 +67,9 @@ async def test_a_lost_decode_worker_fails_its_requests_within_a_second_or_two(
         else:
             assert answer.times[-1] - began < 2.0, "no token came after the worker was lost"
     if fault is signal.SIGKILL:
-        status = cluster.wait_until("back", 40, lambda status: len(status.workers) == 4)
+        status = cluster.wait_complete(4)
         assert status.workers[0].incarnation != incarnation or status.workers[0].pid != victim
-    cluster.wait_until("at full strength", 40, lambda status: len(status.workers) == 4)
+    cluster.wait_complete(4)
     answers = await cluster.generate_all([token_request(prompt(20, n), 8) for n in range(8)], concurrency=4)
     assert all(len(answer.token_ids) == 8 for answer in answers)
 
@@ -94,4 +94,4 @@ async def test_streams_on_other_workers_do_not_notice(cluster: Cluster) -> None:
         percentiles = quantiles(gaps, n=100)
         print(f"inter-token p50 {percentiles[49] * 1000:.1f} ms, p99 {percentiles[98] * 1000:.1f} ms")
         assert max(gaps) < 5.0, "a stream on another worker stood still"
-    cluster.wait_until("back", 40, lambda status: len(status.workers) == 4)
+    cluster.wait_complete(4)
