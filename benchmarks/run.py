@@ -128,7 +128,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     head = f"{result['machine']}; {result['dtype']}, exact: {result['exact']}; 1 prefill + 1 decode, one thread each"
     lines = [f"| {name} | {value} | {floor} |" for name, value, floor in rows]
-    return "\n".join([head, "", "| what | median [min..max] | floor, or ratio to 1 |", "|---|---|---|", *lines])
+    return "\n".join([head, "", "| what | median [min..max] | beside: floor, or ratio to 1 |", "|---|---|---|", *lines])
 
 
 def _ms(values: dict[str, float]) -> str:
