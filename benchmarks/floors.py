@@ -2,6 +2,7 @@
 
 decode  a step reads every weight once: weight bytes / bytes per second of a summing read
 prefill a token costs 2 FLOPs per weight: FLOPs / FLOPs per second of a large fp32 matrix product
+        (torch's own; where our kernels are quicker than that it is a yardstick, and no floor)
 """
 
 import json

@@ -167,7 +167,11 @@ class DecodeLinks:
 
     async def serve(self, frames: AsyncIterator[PrefillFrame]) -> AsyncGenerator[DecodeFrame, None]:
         """One link: prefill's frames in, ours out. Raises why the link was refused or is down."""
-        hello = await anext(frames, None)
+        try:
+            async with asyncio.timeout(self._config.op_timeout_s):
+                hello = await anext(frames, None)
+        except TimeoutError:
+            raise ProtocolError(f"no Hello within {self._config.op_timeout_s:g} s") from None
         if not isinstance(hello, Hello):
             raise ProtocolError(f"the first frame of a link is Hello, not {type(hello).__name__}")
         self._check(hello)
