@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from cluster.flags import GenerateFlags
 from pdserve import rpc
-from pdserve.errors import InvalidRequest, PdserveError, Unavailable
+from pdserve.errors import DeadlineExceeded, InvalidRequest, PdserveError, Unavailable
 from pdserve.v1 import generation_pb2 as pb
 from pdserve.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -64,9 +64,21 @@ class Answer:
 
 def generate(flags: GenerateFlags) -> None:
     """Ask and print. Raises PdserveError."""
-    request = make_request(flags, sys.stdin.read() if flags.prompt == "-" else flags.prompt)
+    if flags.timeout <= 0:
+        raise InvalidRequest("timeout", f"{flags.timeout:g} is not allowed; must be more than 0 seconds")
+    request = make_request(flags, _prompt(flags))
     answer = asyncio.run(_ask(flags, request))
     sys.stdout.write(json.dumps(answer.to_plain(), ensure_ascii=False) + "\n" if flags.json else "\n")
+
+
+def _prompt(flags: GenerateFlags) -> str:
+    """The argument, or standard input. Raises InvalidRequest when it is not text."""
+    try:
+        prompt = sys.stdin.buffer.read().decode() if flags.prompt == "-" else flags.prompt
+        prompt.encode()  # an argument that was not UTF-8 has surrogates in it
+    except UnicodeError:
+        raise InvalidRequest("prompt", "is not UTF-8 text") from None
+    return prompt
 
 
 def make_request(flags: GenerateFlags, prompt: str) -> pb.GenerateRequest:
@@ -106,6 +118,11 @@ async def _ask(flags: GenerateFlags, request: pb.GenerateRequest) -> Answer:
                 if not flags.json:
                     _show(response, answer)
         except grpc.aio.AioRpcError as error:
+            if answer.texts and not flags.json:
+                sys.stdout.write("\n")  # the error is a line of its own
+                sys.stdout.flush()
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineExceeded(f"the answer was not complete within --timeout {flags.timeout:g} s") from None
             raise explained(error, flags.address) from None
     return answer
 

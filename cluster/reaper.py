@@ -32,7 +32,8 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
 def marked(folder: str) -> list[psutil.Process]:
     """The processes of this session that still run, the caller excepted."""
     entry = f"{MARK}={folder}".encode()
-    return [process for process in psutil.process_iter() if process != psutil.Process() and carries(process, entry)]
+    others = (process for process in psutil.process_iter() if process != psutil.Process())
+    return [process for process in others if carries(process, entry) or holds_open(process, folder)]
 
 
 def carries(process: psutil.Process, entry: bytes) -> bool:
@@ -42,6 +43,15 @@ def carries(process: psutil.Process, entry: bytes) -> bool:
         return entry in (PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return False  # gone, or another user's; a zombie's is empty
+
+
+def holds_open(process: psutil.Process, folder: str) -> bool:
+    """Whether the process has a file of the folder open: Ray writes titles over whole environments."""
+    try:
+        targets = [str(link.readlink()) for link in (PROC / str(process.pid) / "fd").iterdir()]
+    except OSError:
+        return False
+    return any(target.startswith(f"{folder}/") for target in targets)
 
 
 def reap(folder: str) -> None:

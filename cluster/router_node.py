@@ -5,9 +5,12 @@ import logging
 import signal
 from pathlib import Path
 
+import grpc.aio
+
 from cluster.registry import RegistryMembership
 from pdserve import rpc
 from pdserve.config import NodeConfig
+from pdserve.errors import Unavailable
 from pdserve.v1 import cluster_pb2_grpc, generation_pb2_grpc
 from router.directory import Directory
 from router.dispatch import Dispatcher
@@ -49,11 +52,19 @@ async def serve_router(config: NodeConfig) -> None:
         await _told_to_stop(following)
         reporting.cancel()  # or the next beat would report SERVING again
         await health.set(serving=False)
-        await server.stop(DRAIN_LIMIT_S)
+        await _drain(server, directory)
     finally:
         following.cancel()
         reporting.cancel()
         await asyncio.gather(following, reporting, return_exceptions=True)
+
+
+async def _drain(server: grpc.aio.Server, directory: Directory) -> None:
+    """No new requests; running ones have a limit, then they end with an error that says why."""
+    stopping = asyncio.create_task(server.stop(DRAIN_LIMIT_S + 1.0))
+    await asyncio.wait((stopping,), timeout=DRAIN_LIMIT_S)
+    directory.fail_all(Unavailable("the router is shutting down, send the request again"))
+    await stopping
 
 
 async def _told_to_stop(following: asyncio.Task[None]) -> None:

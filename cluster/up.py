@@ -27,7 +27,7 @@ from cluster.registry import RegistryMembership
 from cluster.session import Session, open_session
 from cluster.supervisor import Supervisor
 from pdserve.config import ClusterConfig, NodeConfig
-from pdserve.errors import Unavailable
+from pdserve.errors import ConfigError, Unavailable
 
 START_LIMIT_S = 600.0
 DRAIN_LIMIT_S = 12.0  # the router gives running requests 10 s
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 def up(config: ClusterConfig, ready_file: Path | None) -> None:
     """Run a cluster until SIGINT or SIGTERM. Raises ConfigError before anything is started, Unavailable after that."""
+    _check_ready_file(ready_file)
     plan = make_plan(config, say)
     session = open_session(plan.config)
     redis = None
@@ -50,6 +51,17 @@ def up(config: ClusterConfig, ready_file: Path | None) -> None:
         if redis:
             redis.stop()
         session.close()
+
+
+def _check_ready_file(path: Path | None) -> None:
+    """Before anything is started. One that an earlier, killed `up` has left behind would say ready too early."""
+    if path is not None:
+        try:
+            path.unlink(missing_ok=True)
+            _write_atomically(path, "")
+            path.unlink()
+        except OSError as error:
+            raise ConfigError(f"--ready-file {path}: {error.strerror}") from None
 
 
 def say(line: str) -> None:
@@ -100,7 +112,11 @@ class _Cluster:
             self._router.kill()
 
     async def _leave(self, tasks: list["asyncio.Task[Any]"]) -> None:
-        say("stopping")
+        say(
+            "stopping: running requests have 10 s to finish; a second signal ends them"
+            if self._stops == 1
+            else "stopping"
+        )
         if self._ready_file:
             self._ready_file.unlink(missing_ok=True)
         tasks[0].cancel()  # the router is not started again; workers still are until it has drained
@@ -112,7 +128,7 @@ class _Cluster:
         """Ray, and every worker in it; ends with the first that is hopeless."""
         await self._launcher.start()
         self._listen_to_signals()  # Ray has put a handler of its own over ours
-        say(f"Ray is up; {self._plan.config.name} is loaded by {len(self._workers)} workers")
+        say(f"Ray is up; starting {len(self._workers)} workers, which load {self._plan.config.name}")
         keeping = [self._launcher.keep(each, self._patience[each.worker_id]) for each in self._workers]
         tasks = [asyncio.create_task(part) for part in (self._launcher.watch(), *keeping)]
         try:

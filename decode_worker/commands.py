@@ -30,6 +30,7 @@ class Decode:
 class Release:
     """Forget the ticket in whatever state it is; a second time is no error."""
 
+    stream: int
     ticket: Ticket
 
 

@@ -70,7 +70,7 @@ def _command(stream: int, request: decode_pb2.ConnectRequest) -> Command:
         case "decode":
             return Decode(stream, ticket_from_wire(request.decode.ticket), token_from_wire(request.decode.first))
         case "release":
-            return Release(ticket_from_wire(request.release.ticket))
+            return Release(stream, ticket_from_wire(request.release.ticket))
         case _:
             raise ProtocolError("a command of a kind this worker does not know")
 

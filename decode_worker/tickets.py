@@ -79,17 +79,18 @@ class TicketTable:
         """The ticket, if it is alive."""
         return self._entries.get(counter)
 
-    def get(self, ticket: Ticket) -> Entry:
-        """The ticket, which must be alive and of this incarnation. Raises UnknownTicket."""
+    def get(self, ticket: Ticket, stream: int) -> Entry:
+        """The ticket, which must be alive, of this incarnation, and of this router's stream. Raises UnknownTicket."""
         entry = self._entries.get(ticket.counter)
-        if ticket.incarnation != self._incarnation or entry is None:
+        if ticket.incarnation != self._incarnation or entry is None or entry.stream != stream:
             raise UnknownTicket(f"ticket {ticket.counter} of incarnation {ticket.incarnation} is not alive here")
         return entry
 
-    def adopt(self, ticket: Ticket, first: Token, vocab_size: int) -> None:
+    def adopt(self, stream: int, ticket: Ticket, first: Token, vocab_size: int) -> None:
         """Let the ticket go on from `first`. Raises UnknownTicket, ProtocolError."""
-        entry = self.get(ticket)
-        if entry.last is not None or first.number != entry.request.num_emitted or first.token_id >= vocab_size:
+        entry = self.get(ticket, stream)
+        is_next = entry.last is None and first.number == entry.request.num_emitted and first.token_id < vocab_size
+        if not is_next or first.finish or first.number + 1 >= entry.request.max_tokens:
             raise ProtocolError(f"ticket {ticket.counter} cannot go on from {first}, its last token is {entry.last}")
         entry.last = first
 

@@ -5,6 +5,8 @@ running ticket in one batch. Landed payloads are scattered into pages here and n
 ever sees half a page; payloads of dead tickets are dropped.
 """
 
+from contextlib import suppress
+
 from decode_worker.commands import (
     Command,
     Decode,
@@ -24,7 +26,7 @@ from engine.load import Engine
 from engine.mailbox import Mailbox
 from engine.pages import PageCounts, PagePool
 from engine.sampler import Step, sample
-from pdserve.errors import PdserveError, ProtocolError
+from pdserve.errors import PdserveError, ProtocolError, UnknownTicket
 from pdserve.request import Incarnation, Token, WorkerId, check
 
 
@@ -88,17 +90,17 @@ class DecodeWorker:
                 update.reserved.append(self._reserve(command))
             case Decode():
                 self._adopt(command, update)
-            case Release(ticket):
-                if (entry := self._tickets.find(ticket.counter)) and entry.ticket == ticket:
-                    self._tickets.drop(entry)
+            case Release(stream, ticket):
+                with suppress(UnknownTicket):  # it has ended by itself, or never was this router's
+                    self._tickets.drop(self._tickets.get(ticket, stream))
             case StreamGone(stream):
                 for entry in self._tickets.of_stream(stream):
                     self._tickets.drop(entry)
             case Landed():
                 self._land(command, update)
             case GaveUp(counter, error):
-                if entry := self._tickets.find(counter):
-                    self._fail(entry, error, update)
+                if given_up := self._tickets.find(counter):
+                    self._fail(given_up, error, update)
 
     def _reserve(self, command: Reserve) -> Reserved:
         try:
@@ -109,7 +111,7 @@ class DecodeWorker:
 
     def _adopt(self, command: Decode, update: StepUpdate) -> None:
         try:
-            self._tickets.adopt(command.ticket, command.first, self._engine.card.vocab_size)
+            self._tickets.adopt(command.stream, command.ticket, command.first, self._engine.card.vocab_size)
         except PdserveError as error:
             update.failed.append(TicketFailed(command.stream, command.ticket.counter, error))
 

@@ -10,6 +10,7 @@ from typing import NewType
 
 from pdserve.errors import InvalidRequest
 
+MAX_TOP_LOGPROBS = 20
 WorkerId = NewType("WorkerId", str)  # stable over restarts: "prefill-0"
 Incarnation = NewType("Incarnation", str)  # drawn anew at every start of a worker
 
@@ -88,6 +89,7 @@ def check(request: WorkRequest, vocab_size: int, window: int) -> None:
         ("top_k", "at least 0", sampling.top_k >= 0),
         ("top_p", "in (0, 1]", 0 < sampling.top_p <= 1),
         ("min_p", "in [0, 1]", 0 <= sampling.min_p <= 1),
+        ("top_logprobs", f"at most {MAX_TOP_LOGPROBS}", request.top_logprobs <= MAX_TOP_LOGPROBS),
     )
     for field, allowed, holds in rules:
         if not holds:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from pdserve import rpc
-from pdserve.errors import WorkerLost
+from pdserve.errors import PdserveError, WorkerLost
 from pdserve.membership import Membership, WorkerInfo
 from pdserve.request import Incarnation
 from router.decode_client import DecodeClient
@@ -51,6 +51,11 @@ class Directory:
             self._served_at = now
         return now - self._served_at
 
+    def fail_all(self, error: PdserveError) -> None:
+        """End everything that runs on any worker."""
+        for peer in self._peers.values():
+            peer.client.fail(error)
+
     async def run(self) -> None:
         """Follow the membership until cancelled."""
         try:
@@ -90,7 +95,7 @@ class Directory:
             self._on_change()
             await self._listen(peer, heartbeat)
         except WorkerLost as lost:
-            error = lost
+            error = WorkerLost(f"the worker was lost, send the request again ({lost})")
             raise
         finally:
             if peer is not None:

@@ -83,7 +83,9 @@ class PrefillClient:
 
     def _error(self, failure: grpc.aio.AioRpcError) -> PdserveError:
         error = rpc.error_of(failure)
-        return WorkerLost(f"{self._worker}: {error}") if type(error) is Unavailable else error
+        if type(error) is not Unavailable:
+            return error
+        return WorkerLost(f"the worker was lost, send the request again ({self._worker}: {error})")
 
     def fail(self, error: PdserveError) -> None:
         """End every open call, and refuse new ones, with `error`."""

@@ -22,6 +22,7 @@ from tokenizers import Encoding, Tokenizer
 from pdserve.errors import ConfigError, InvalidRequest
 from router.chat import ChatTemplate, Message
 
+MAX_TEXT_CHARACTERS = 500_000  # a window of 128k tokens, and some
 LONG_TEXT_BYTES = 4096  # one to four milliseconds of tokenizing
 
 _P = ParamSpec("_P")
@@ -88,7 +89,7 @@ class TextModel:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a chat prompt; its special tokens come from the template alone. Raises InvalidRequest."""
         text = self.render_chat(messages)
-        return list(self._required().encode(text, add_special_tokens=False).ids)
+        return list(self._encode(text, add_special_tokens=False).ids)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The prompt text of a chat. Raises InvalidRequest."""
@@ -105,7 +106,7 @@ class TextModel:
     def chat_pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """The tokens of a chat prompt; offsets count in the rendered text."""
         text = self.render_chat(messages)
-        return self._pieces_of(text, self._required().encode(text, add_special_tokens=False))
+        return self._pieces_of(text, self._encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; invalid or incomplete UTF-8 becomes U+FFFD, ids without token nothing."""
@@ -134,13 +135,19 @@ class TextModel:
             return bytes.fromhex(match[1])
         return token.replace(self._space, " ").encode()
 
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """Bounded in time and memory: about 0.2 kB a character. Only a batch lets other threads run meanwhile."""
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise InvalidRequest("text", f"{len(text)} characters, at most {MAX_TEXT_CHARACTERS} are taken")
+        return self._required().encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
     def _required(self) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequest("prompt", "this model has no tokenizer; send token_ids, without stop strings")
         return self.tokenizer
 
     def _encoded(self, text: str) -> Encoding:
-        return self._required().encode(text, add_special_tokens=self._settings.add_bos_token is not False)
+        return self._encode(text, add_special_tokens=self._settings.add_bos_token is not False)
 
     def _missing_bos(self, encoding: Encoding) -> list[int]:
         """The BOS that the configuration asks for and the post-processor did not add."""

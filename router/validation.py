@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 from pdserve.errors import InvalidRequest
 from pdserve.model_card import ModelCard
-from pdserve.request import Sampling, WorkRequest
+from pdserve.request import MAX_TOP_LOGPROBS, Sampling, WorkRequest
 from pdserve.v1 import generation_pb2 as pb
 from router.chat import ROLES, Message
 from router.tokenizer import TextModel
 
 MAX_TEMPERATURE = 100
-MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 128

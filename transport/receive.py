@@ -208,7 +208,7 @@ class DecodeLinks:
             raise LinkDown("decode is closing")
         try:
             theirs = from_plain(ModelCard, json.loads(hello.card))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolError(f"Hello's model card: {error}") from error
         if found := difference(self._own.card, theirs):
             raise Incompatible(found)

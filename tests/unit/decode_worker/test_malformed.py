@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_worker.commands import Decode, Landed, Reserve
+from decode_worker.commands import Decode, Landed, Release, Reserve
 from decode_worker.worker import DecodeWorker
 from pdserve.errors import InvalidRequest, ProtocolError, UnknownTicket
 from pdserve.handover import PageRun
@@ -94,3 +94,31 @@ def test_payloads_that_do_not_fit(worker: DecodeWorker, run: tuple[int, int], pa
     assert isinstance(worker.step().failed[0].error, ProtocolError)
     assert slot.is_back
     assert worker.page_counts().free == worker.page_counts().total
+
+
+@pytest.mark.parametrize("first", [Token(0, 5, finish="length"), Token(3, 5)])
+def test_a_first_token_that_ends_the_request_is_not_decoded_on(worker: DecodeWorker, first: Token) -> None:
+    ticket = reserved(worker)
+    worker.submit(Decode(0, ticket, first))
+    assert isinstance(worker.step().failed[0].error, ProtocolError)
+
+
+def test_a_request_of_one_token_is_not_decoded_on(worker: DecodeWorker) -> None:
+    one = WorkRequest("", tuple(range(3, 19)), 16, Sampling(), max_tokens=1)
+    worker.submit(Reserve(0, 0, one))
+    ticket = worker.step().reserved[0].outcome
+    assert isinstance(ticket, Ticket)
+    worker.submit(Landed(PageRun(ticket.counter, 0, 1), Slot(worker._engine.card.kv_layout.page_bytes)))
+    worker.submit(Decode(0, ticket, Token(0, 9)))
+    assert isinstance(worker.step().failed[0].error, ProtocolError)
+
+
+def test_another_routers_ticket_is_unknown(worker: DecodeWorker) -> None:
+    ticket = reserved(worker)
+    worker.submit(Release(1, ticket))
+    worker.submit(Decode(1, ticket, Token(0, 9)))
+    assert isinstance(worker.step().failed[0].error, UnknownTicket)
+    assert worker.is_live(ticket.counter)
+    worker.submit(Release(0, ticket))
+    worker.step()
+    assert not worker.is_live(ticket.counter)

@@ -44,7 +44,7 @@ def test_what_does_not_fit_now_is_refused_and_what_never_fits_is_invalid() -> No
 def test_a_ticket_runs_when_all_pages_landed_and_its_first_token_is_there() -> None:
     tickets, pool = table(8)
     ticket = tickets.reserve(0, request(40, 10))
-    entry = tickets.get(ticket)
+    entry = tickets.get(ticket, 0)
     entry.last = Token(0, 7)
     assert tickets.place(entry, PageRun(ticket.counter, 0, 2)) is not None
     assert tickets.running(8) == []
@@ -57,13 +57,13 @@ def test_a_ticket_runs_when_all_pages_landed_and_its_first_token_is_there() -> N
 @pytest.mark.parametrize("run", [PageRun(1, 1, 1), PageRun(1, 0, 4), PageRun(1, 3, 1)])
 def test_pages_that_do_not_come_next_are_refused(run: PageRun) -> None:
     tickets, _ = table(8)
-    entry = tickets.get(tickets.reserve(0, request(40, 10)))
+    entry = tickets.get(tickets.reserve(0, request(40, 10)), 0)
     assert tickets.place(entry, run) is None
 
 
 def test_the_page_of_the_next_token_comes_from_the_promise() -> None:
     tickets, pool = table(8)
-    entry = tickets.get(tickets.reserve(0, request(15, 20)))
+    entry = tickets.get(tickets.reserve(0, request(15, 20)), 0)
     tickets.place(entry, PageRun(entry.ticket.counter, 0, 1))
     for number in range(19):
         entry.last = Token(number, 7)
@@ -75,18 +75,18 @@ def test_the_page_of_the_next_token_comes_from_the_promise() -> None:
 
 def test_drop_frees_everything_once() -> None:
     tickets, pool = table(8)
-    entry = tickets.get(tickets.reserve(0, request(40, 10)))
+    entry = tickets.get(tickets.reserve(0, request(40, 10)), 0)
     tickets.place(entry, PageRun(entry.ticket.counter, 0, 3))
     tickets.drop(entry)
     tickets.drop(entry)
     assert pool.counts().free == 8
     assert pool.counts().promised == 0
     with pytest.raises(UnknownTicket):
-        tickets.get(entry.ticket)
+        tickets.get(entry.ticket, 0)
 
 
 def test_a_ticket_of_another_incarnation_is_unknown() -> None:
     tickets, _ = table(8)
     ticket = tickets.reserve(0, request(4, 4))
     with pytest.raises(UnknownTicket, match="incarnation old"):
-        tickets.get(Ticket(ticket.worker, Incarnation("old"), ticket.counter))
+        tickets.get(Ticket(ticket.worker, Incarnation("old"), ticket.counter), 0)

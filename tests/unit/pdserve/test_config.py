@@ -1,6 +1,7 @@
 """Configuration: strict about keys, types and ranges; "auto" ends in `resolve`; a node's JSON round trip."""
 
 import dataclasses
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,10 @@ def test_the_configuration_stays_small() -> None:
     names = {field.name for field in dataclasses.fields(ClusterConfig)}
     assert len(names) + len(dataclasses.fields(NodeConfig)) <= 30
     assert set(LIMITS) <= names
+
+
+def test_the_example_shows_every_setting_with_its_default() -> None:
+    path = Path(__file__).parents[3] / "examples" / "cluster.yaml"
+    assert load_config(path, {}) == ClusterConfig(model="smollm2")
+    keys = {line.partition(":")[0] for line in path.read_text().splitlines() if not line.startswith("#")}
+    assert keys == {field.name for field in fields(ClusterConfig)}

@@ -199,3 +199,9 @@ def test_pre_tokenizers_are_the_librarys_business() -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     assert b"".join(piece.piece for piece in TextModel(tokenizer).pieces("in 2026")) == b"in 2026"
+
+
+def test_a_text_beyond_all_windows_is_refused_before_it_is_tokenized() -> None:
+    text = TextModel(toy_tokenizer())
+    with pytest.raises(InvalidRequest, match="500001 characters, at most 500000"):
+        text.encode("a" * 500_001)
