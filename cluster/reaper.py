@@ -33,7 +33,7 @@ def marked(folder: str) -> list[psutil.Process]:
     """The processes of this session that still run, the caller excepted."""
     entry = f"{MARK}={folder}".encode()
     others = (process for process in psutil.process_iter() if process != psutil.Process())
-    return [process for process in others if carries(process, entry) or holds_open(process, folder)]
+    return [process for process in others if carries(process, entry) or is_titled(process, folder)]
 
 
 def carries(process: psutil.Process, entry: bytes) -> bool:
@@ -45,10 +45,13 @@ def carries(process: psutil.Process, entry: bytes) -> bool:
         return False  # gone, or another user's; a zombie's is empty
 
 
-def holds_open(process: psutil.Process, folder: str) -> bool:
-    """Whether the process has a file of the folder open: Ray writes titles over whole environments."""
+def is_titled(process: psutil.Process, folder: str) -> bool:
+    """Whether it is one of Ray's that wrote a title over its whole environment, and has a file of the folder open."""
+    proc = PROC / str(process.pid)
     try:
-        targets = [str(link.readlink()) for link in (PROC / str(process.pid) / "fd").iterdir()]
+        if not (proc / "cmdline").read_bytes().startswith(b"ray::"):
+            return False
+        targets = [str(link.readlink()) for link in (proc / "fd").iterdir()]
     except OSError:
         return False
     return any(target.startswith(f"{folder}/") for target in targets)
