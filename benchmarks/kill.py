@@ -61,7 +61,7 @@ async def measure(address: str) -> str:
     streams = [Stream() for _ in range(STREAMS)]
     tasks = [asyncio.create_task(follow(address, number, stream)) for number, stream in enumerate(streams)]
     while not all(len(stream.times) > 5 for stream in streams):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # a look now and then is enough
     await asyncio.sleep(QUIET_S)
     victim, killed_at = (await pids(address))["decode-0"], time.perf_counter()
     os.kill(victim, signal.SIGKILL)

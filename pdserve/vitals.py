@@ -55,7 +55,7 @@ class WatchServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Watch(  # type: ignore[override]  # noqa: N802
         self,
         _: worker_pb2.WatchRequest,
-        context: grpc.aio.ServicerContext[worker_pb2.WatchRequest, worker_pb2.WatchResponse],
+        context: _Context,
     ) -> None:
         """Beat until the router hangs up."""
         while True:

@@ -29,7 +29,7 @@ async def reporting(context: Context, label: str) -> AsyncIterator[None]:
         yield
     except PdserveError as error:
         await rpc.abort(context, error)
-    except Exception:
+    except Exception:  # root of the call: the client gets INTERNAL, the log the trace
         _log.exception("request %r failed", label)
         await rpc.abort(context, PdserveError(f"request {label!r}: internal error; the router's log has more"))
 
