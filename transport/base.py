@@ -100,8 +100,11 @@ class SendLinks(Protocol):
     async def wait_up(self, worker: WorkerId, timeout_s: float) -> None:
         """Wait for a link to `worker`. Raises like `link`."""
 
-    def aborts(self) -> AsyncIterator[tuple[bytes, str]]:
-        """What decode workers want nothing more of: (meta, reason). Never ends by itself."""
+    def aborts(self) -> AsyncIterator[tuple[Incarnation, bytes, str]]:
+        """What decode workers want nothing more of: (of decode, meta, reason). Never ends by itself.
+
+        Only a link that is up brings one: what was said on a dead link is lost with it.
+        """
 
     async def close(self) -> None:
         """Close all links and wait until their threads have ended."""

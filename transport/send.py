@@ -27,7 +27,7 @@ RELINK_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 _log = logging.getLogger(__name__)
 
-Aborts = asyncio.Queue[tuple[bytes, str]]
+Aborts = asyncio.Queue[tuple[Incarnation, bytes, str]]
 
 
 @dataclass
@@ -93,7 +93,7 @@ class PrefillLink:
                 self._pushes[seq].was_kept = self._end.landed(frame)
                 self._settle(seq)
             case Abort(meta, reason):
-                self._aborts.put_nowait((meta, reason))
+                self._aborts.put_nowait((self.incarnation, meta, reason))
             case Welcome():
                 raise ProtocolError("decode said Welcome twice")
 
@@ -179,7 +179,7 @@ class PrefillLinks:
         if worker not in self._links:
             raise self._problems[worker]
 
-    async def aborts(self) -> AsyncIterator[tuple[bytes, str]]:
+    async def aborts(self) -> AsyncIterator[tuple[Incarnation, bytes, str]]:
         while True:
             yield await self._aborts.get()
 

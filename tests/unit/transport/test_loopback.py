@@ -182,9 +182,27 @@ async def test_ends_and_aborts_travel() -> None:
         assert [await anext(ends), await anext(ends)] == [(b"t1", ""), (b"t2", "gave up")]
         offer = await p.offer()
         offer.abort("no room")
-        assert await anext(p.prefill.aborts()) == (b"\x01", "no room")
+        assert await anext(p.prefill.aborts()) == ("d1", b"\x01", "no room")
         offer.scrap("no room")
         assert await pushed is False
+
+
+async def test_an_abort_on_a_dead_link_is_lost_and_never_reaches_the_next() -> None:
+    async with pair() as p:
+        link, lost = p.link, push(p.link, 1)
+        offer = await p.offer()
+        offer.abort("said before the link died, heard after")
+        link.fail("the test cut it")
+        offer.abort("said on a dead link")
+        with pytest.raises(LinkDown):
+            await lost
+        await p.prefill.wait_up(DECODE, 1)
+        pushed = push(p.link, 2)
+        offer = await p.offer()
+        offer.abort("no room")
+        offer.scrap("no room")
+        assert await pushed is False
+        assert await anext(p.prefill.aborts()) == ("d1", b"\x02", "no room")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 65])
