@@ -36,9 +36,9 @@ class KvCache:
         shape = (num_pages, layout.num_layers, 2, layout.num_kv_heads, layout.page_tokens * layout.head_dim)
         self.pages = torch.zeros(shape, dtype=_DTYPES[layout.dtype], device=device)
 
-    def read_pages(self, page_ids: Sequence[int], out: Tensor) -> int:
-        """Copy pages into `out` (uint8, at least len(page_ids) * page_bytes); returns the number of bytes."""
-        pages, payload = self._rows(page_ids, out)
+    def read_pages(self, page_ids: Sequence[int], out: Tensor, layers: range | None = None) -> int:
+        """Copy pages, or some consecutive layers of them, into `out` (uint8, long enough); returns the bytes."""
+        pages, payload = self._rows(page_ids, out, layers)
         index = torch.tensor(list(page_ids), dtype=torch.int64, device=pages.device)
         if pages.device == payload.device:
             torch.index_select(pages, 0, index, out=payload)
@@ -46,22 +46,27 @@ class KvCache:
             payload.copy_(pages.index_select(0, index))
         return payload.numel()
 
-    def write_pages(self, page_ids: Sequence[int], src: Tensor) -> None:
+    def write_pages(self, page_ids: Sequence[int], src: Tensor, layers: range | None = None) -> None:
         """Copy pages from `src` (uint8), as `read_pages` wrote them."""
-        pages, payload = self._rows(page_ids, src)
+        pages, payload = self._rows(page_ids, src, layers)
         for page_id, page in zip(page_ids, payload, strict=True):  # ten times the speed of index_copy_ of bytes
             pages[page_id].copy_(page)
 
-    def _rows(self, page_ids: Sequence[int], payload: Tensor) -> tuple[Tensor, Tensor]:
-        """All pages, and the payload of some of them, as uint8 [pages, page_bytes]."""
-        page_bytes = self.layout.page_bytes
-        num_bytes = len(page_ids) * page_bytes
+    def _rows(self, page_ids: Sequence[int], payload: Tensor, layers: range | None) -> tuple[Tensor, Tensor]:
+        """The layers of all pages, and the payload of some pages, as uint8 [pages, bytes]."""
+        layers = layers if layers is not None else range(self.layout.num_layers)
+        row_bytes = len(layers) * self.layout.layer_bytes
+        num_bytes = len(page_ids) * row_bytes
         if payload.dtype != torch.uint8 or payload.numel() < num_bytes:
             found = f"{payload.numel()} of {payload.dtype}"
             raise ValueError(f"{len(page_ids)} pages need {num_bytes} bytes of uint8, got {found}")
         if not all(0 <= page_id < self.num_pages for page_id in page_ids):
             raise IndexError(f"page ids must be below {self.num_pages}, got {list(page_ids)}")
-        return self.pages.view(self.num_pages, -1).view(torch.uint8), payload[:num_bytes].view(-1, page_bytes)
+        if layers != range(self.layout.num_layers)[layers.start : layers.stop]:
+            raise IndexError(f"layers must be consecutive and below {self.layout.num_layers}, got {layers}")
+        start = layers.start * self.layout.layer_bytes
+        rows = self.pages.view(self.num_pages, -1).view(torch.uint8)[:, start : start + row_bytes]
+        return rows, payload[:num_bytes].view(-1, row_bytes)
 
 
 def to_groups(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """One forward pass: chunks of sequences go in, logits come out, and their K and V are in the pages.
 
 `progress` grows by one per layer. Another thread reads it to tell a slow forward from a stuck one.
+A pass may be run in parts (`Forward`), so that finished layers can be pushed while the next ones are computed.
 """
 
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.batch import Chunk, build_batch
+from engine.batch import Batch, Chunk, build_batch
 from engine.kv_cache import KvCache
 from engine.model import Model
 
@@ -21,17 +22,17 @@ class Runner:
         self.model = model
         self.cache = cache
 
-    @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """fp32 [R, vocab]: a row for each chunk that wants one, in their order. Workers give only what is in range."""
+        forward = self.start(chunks)
+        forward.advance(len(self.model.layers))
+        return forward.logits()
+
+    def start(self, chunks: Sequence[Chunk]) -> "Forward":
+        """The same in parts: the layers are computed as the caller asks for them."""
         for chunk in chunks:
             self._check(chunk)
-        batch = build_batch(chunks, self.cache.pages.device)
-        hidden = self.model.embed(batch)
-        for layer in self.model.layers:
-            hidden = layer(hidden, batch, self.cache)
-            self.progress += 1
-        return self.model.logits(hidden, batch)
+        return Forward(self, build_batch(chunks, self.cache.pages.device))
 
     def _check(self, chunk: Chunk) -> None:
         """A wrong number here would read or write foreign memory, so it is better to stop."""
@@ -41,3 +42,34 @@ class Runner:
         pages = chunk.page_ids[: self.cache.layout.pages_for(end)]
         assert len(pages) == self.cache.layout.pages_for(end), f"{len(pages)} pages do not hold {end} tokens"
         assert 0 <= min(pages) <= max(pages) < self.cache.num_pages, "page outside the cache"
+
+
+class Forward:
+    """One pass under way. Its pages must stay, and no other pass may start, until it is complete or dropped."""
+
+    @torch.inference_mode()
+    def __init__(self, runner: Runner, batch: Batch) -> None:
+        self.num_layers = 0  # done: their K and V are in the pages
+        self._runner = runner
+        self._batch = batch
+        self._hidden = runner.model.embed(batch)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers are done."""
+        return self.num_layers == len(self._runner.model.layers)
+
+    @torch.inference_mode()
+    def advance(self, num_layers: int) -> None:
+        """Compute so many more layers, or as many as are left."""
+        runner = self._runner
+        for layer in runner.model.layers[self.num_layers : self.num_layers + num_layers]:
+            self._hidden = layer(self._hidden, self._batch, runner.cache)
+            self.num_layers += 1
+            runner.progress += 1
+
+    @torch.inference_mode()
+    def logits(self) -> Tensor:
+        """fp32 [R, vocab], once all layers are done."""
+        assert self.is_complete
+        return self._runner.model.logits(self._hidden, self._batch)

@@ -40,6 +40,8 @@ class ClusterConfig:
     grpc_port: int = 0  # of the router; 0: a free one
     redis_url: str = ""  # "": an embedded server
     ray_address: str = ""  # "": a Ray of our own
+    verify_kv: bool = False  # a checksum per payload, checked before its pages are used
+    chaos: bool = False  # obey `pdserve chaos`: kill, stop, cut and slow workers on demand
     run_dir: str = ""  # for logs, kept; "": a temporary folder
 
 

@@ -8,8 +8,11 @@
     ├── QueueFull                RESOURCE_EXHAUSTED   too much waits already: says when to try again
     ├── NoCapacity               RESOURCE_EXHAUSTED   a worker has no pages to promise now: the router waits
     ├── Unavailable              UNAVAILABLE          nobody can serve it now
-    │   ├── WorkerLost           UNAVAILABLE          a worker died, got stuck or was replaced
-    │   └── LinkDown             UNAVAILABLE          the link between two workers broke
+    │   └── LegFailed            UNAVAILABLE          one leg of an attempt ended before its time: the router resumes
+    │       ├── WorkerLost       UNAVAILABLE          a worker died, got stuck or was replaced
+    │       ├── LinkDown         UNAVAILABLE          the link between two workers broke
+    │       ├── Preempted        UNAVAILABLE          a decode worker needed the pages for older requests
+    │       └── Draining         UNAVAILABLE          the worker is about to leave the cluster
     ├── UnknownTicket            FAILED_PRECONDITION  a ticket of another incarnation, or released already
     ├── ProtocolError            INTERNAL             a peer said something the protocol does not allow
     ├── Incompatible             FAILED_PRECONDITION  two workers differ in model or KV layout: says where
@@ -77,12 +80,24 @@ class Unavailable(PdserveError):
     status = "UNAVAILABLE"
 
 
-class WorkerLost(Unavailable):
+class LegFailed(Unavailable):
+    """One leg of an attempt ended before its time. No fault of the request: the router resumes it elsewhere."""
+
+
+class WorkerLost(LegFailed):
     """A worker died, got stuck, or was replaced by a new incarnation."""
 
 
-class LinkDown(Unavailable):
+class LinkDown(LegFailed):
     """The link between a prefill and a decode worker broke."""
+
+
+class Preempted(LegFailed):
+    """A decode worker needed the pages for older requests."""
+
+
+class Draining(LegFailed):
+    """The worker is about to leave the cluster."""
 
 
 class UnknownTicket(PdserveError):
@@ -114,6 +129,7 @@ def from_wire(kind: str, message: str) -> PdserveError:
         return InvalidRequest(field, problem)
     if kind == "QueueFull":
         return QueueFull(message, retry_after_s=1.0)
-    plain = (ModelNotFound, DeadlineExceeded, Cancelled, NoCapacity, Unavailable, WorkerLost, LinkDown, UnknownTicket)
+    legs = (LegFailed, WorkerLost, LinkDown, Preempted, Draining)
+    plain = (ModelNotFound, DeadlineExceeded, Cancelled, NoCapacity, Unavailable, UnknownTicket, *legs)
     by_name = {cls.__name__: cls for cls in (*plain, ProtocolError, Incompatible, ConfigError)}
     return by_name.get(kind, PdserveError)(message)

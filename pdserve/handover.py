@@ -1,6 +1,7 @@
-"""What prefill tells decode about each payload: which pages of which ticket it holds.
+"""What prefill tells decode about each payload: which layers of which pages of which ticket it holds.
 
-Transport carries it as opaque `meta` bytes. A ticket's counter is enough: a link belongs to one incarnation of decode.
+Transport carries it as opaque `meta` bytes. A ticket's counter is enough: a link belongs to one incarnation of decode,
+and a ticket to one attempt.
 """
 
 import struct
@@ -8,20 +9,31 @@ from dataclasses import dataclass
 
 from pdserve.errors import ProtocolError
 
-_FORMAT = struct.Struct("<QII")
+_FORMAT = struct.Struct("<QIIHHq")
+NO_CHECKSUM = -1
 
 
 @dataclass(frozen=True)
 class PageRun:
-    """Consecutive KV pages of one ticket. `num_pages` 0 stands for the ticket as a whole (end, abort)."""
+    """Some layers of consecutive KV pages of one ticket; `num_pages` 0 stands for the ticket as a whole (end, abort)."""
 
     counter: int  # of the ticket
     first_page: int  # index in the ticket's prompt, not a page id
     num_pages: int
+    first_layer: int
+    num_layers: int
+    checksum: int = NO_CHECKSUM  # CRC-32 of the payload, where --verify-kv asks for it
+
+    @classmethod
+    def whole(cls, counter: int) -> "PageRun":
+        """What stands for the ticket as a whole."""
+        return cls(counter, 0, 0, 0, 0)
 
     def pack(self) -> bytes:
         """As the `meta` of a payload."""
-        return _FORMAT.pack(self.counter, self.first_page, self.num_pages)
+        return _FORMAT.pack(
+            self.counter, self.first_page, self.num_pages, self.first_layer, self.num_layers, self.checksum
+        )
 
     @classmethod
     def unpack(cls, meta: bytes) -> "PageRun":

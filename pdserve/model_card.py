@@ -30,6 +30,11 @@ class KvLayout:
         """KV bytes of one page over all layers; a page is contiguous."""
         return self.token_bytes * self.page_tokens
 
+    @property
+    def layer_bytes(self) -> int:
+        """KV bytes of one page in one layer."""
+        return self.page_bytes // self.num_layers
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_tokens)

@@ -5,7 +5,8 @@ function of this object and the tokens so far, so that any worker can go on wher
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NewType
 
 from pdserve.errors import InvalidRequest
@@ -17,11 +18,15 @@ Incarnation = NewType("Incarnation", str)  # drawn anew at every start of a work
 
 @dataclass(frozen=True)
 class Ticket:
-    """A decode worker's promise of room: "push the KV here". The pair (incarnation, counter) is its identity."""
+    """A decode worker's promise of room for one attempt: "push the KV here".
+
+    The pair (incarnation, counter) is its identity: a later attempt of the same request has another ticket.
+    """
 
     worker: WorkerId
     incarnation: Incarnation
     counter: int
+    cached_pages: int = 0  # whole pages of the prompt that decode holds already: not to be pushed
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,10 @@ class WorkRequest:
     def num_emitted(self) -> int:
         """Completion tokens that earlier attempts delivered."""
         return len(self.token_ids) - self.prompt_length
+
+    def resumed(self, emitted: Sequence[int]) -> "WorkRequest":
+        """The request of the next attempt, after `emitted` tokens of this one were delivered."""
+        return replace(self, token_ids=(*self.token_ids, *emitted))
 
     @property
     def max_length(self) -> int:

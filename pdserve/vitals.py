@@ -32,6 +32,7 @@ class Vitals:
     pages_in_use: int
     pages_promised: int
     linked: tuple[Incarnation, ...] = ()  # decode workers that a prefill worker reaches
+    draining: bool = False  # takes no new work and is about to leave
 
 
 class VitalsSource(Protocol):
@@ -78,4 +79,5 @@ def beat_to_wire(incarnation: Incarnation, vitals: Vitals) -> worker_pb2.WatchRe
             promised=vitals.pages_promised,
         ),
         linked=vitals.linked,
+        draining=vitals.draining,
     )

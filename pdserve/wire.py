@@ -39,12 +39,17 @@ def request_from_wire(message: worker_pb2.WorkRequest) -> WorkRequest:
 
 def ticket_to_wire(ticket: Ticket) -> worker_pb2.Ticket:
     """A ticket, every field."""
-    return worker_pb2.Ticket(worker=ticket.worker, incarnation=ticket.incarnation, counter=ticket.counter)
+    return worker_pb2.Ticket(
+        worker=ticket.worker,
+        incarnation=ticket.incarnation,
+        counter=ticket.counter,
+        cached_pages=ticket.cached_pages,
+    )
 
 
 def ticket_from_wire(message: worker_pb2.Ticket) -> Ticket:
     """The inverse of `ticket_to_wire`."""
-    return Ticket(WorkerId(message.worker), Incarnation(message.incarnation), message.counter)
+    return Ticket(WorkerId(message.worker), Incarnation(message.incarnation), message.counter, message.cached_pages)
 
 
 def token_to_wire(token: Token) -> worker_pb2.Token:

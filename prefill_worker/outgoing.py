@@ -33,7 +33,7 @@ class Outgoing:
         num_pages = min(ready - self.num_packed, self.pages_per_payload)
         if num_pages == 0 or (num_pages < self.pages_per_payload and not is_computed):
             return None
-        return PageRun(self.ticket.counter, self.num_packed, num_pages)
+        return PageRun(self.ticket.counter, self.num_packed, num_pages, 0, self.layout.num_layers)
 
     def packed(self, run: PageRun) -> None:
         """Note that `run` is on its way."""
@@ -58,4 +58,4 @@ class Outgoing:
 
     def whole(self) -> bytes:
         """The meta that stands for the ticket as a whole."""
-        return PageRun(self.ticket.counter, 0, 0).pack()
+        return PageRun.whole(self.ticket.counter).pack()

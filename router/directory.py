@@ -7,6 +7,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import grpc.aio
+
 from pdserve import rpc
 from pdserve.errors import PdserveError, WorkerLost
 from pdserve.membership import Membership, WorkerInfo
@@ -21,8 +23,15 @@ RECONNECT_DELAY_S = 0.5
 class Directory:
     """The live workers; `run` must be running."""
 
-    def __init__(self, membership: Membership, stuck_after_s: float, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        stuck_after_s: float,
+        on_change: Callable[[], None],
+        connect: Callable[[str], grpc.aio.Channel] = rpc.channel,
+    ) -> None:
         self._membership = membership
+        self._connect = connect
         self._stuck_after_s = stuck_after_s
         self._on_change = on_change
         self._keepers: dict[Incarnation, asyncio.Task[None]] = {}
@@ -85,7 +94,7 @@ class Directory:
 
     async def _attend(self, info: WorkerInfo) -> None:
         """One connection, from the first beat to its end. Raises WorkerLost."""
-        channel = rpc.channel(info.address)
+        channel = self._connect(info.address)
         heartbeat = Heartbeat(info, channel, self._stuck_after_s)
         peer: Peer | None = None
         error = WorkerLost(f"{info.id} has left")

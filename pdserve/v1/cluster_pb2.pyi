@@ -73,6 +73,7 @@ class WorkerStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     LINKED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -81,6 +82,8 @@ class WorkerStatus(_message.Message):
     address: _builtins.str
     model: _builtins.str
     exact: _builtins.bool
+    draining: _builtins.bool
+    """Takes no new work and is about to leave."""
     @_builtins.property
     def load(self) -> Global___Load: ...
     @_builtins.property
@@ -102,14 +105,324 @@ class WorkerStatus(_message.Message):
         load: Global___Load | None = ...,
         pages: Global___Pages | None = ...,
         linked: _abc.Iterable[_builtins.str] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "exact", b"exact", "id", b"id", "incarnation", b"incarnation", "linked", b"linked", "load", b"load", "model", b"model", "pages", b"pages", "pid", b"pid", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "exact", b"exact", "id", b"id", "incarnation", b"incarnation", "linked", b"linked", "load", b"load", "model", b"model", "pages", b"pages", "pid", b"pid", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class DrainWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """As in WorkerStatus.id."""
+    limit_s: _builtins.float
+    """Running work gets so long to finish; what is left then goes on elsewhere. Unset: 30."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        limit_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_s", b"_limit_s", "limit_s", b"limit_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_s", b"_limit_s", "limit_s", b"limit_s", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__limit_s: _TypeAlias = _typing.Literal["limit_s"]  # noqa: Y015
+    _WhichOneofArgType__limit_s: _TypeAlias = _typing.Literal["_limit_s", b"_limit_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_s) -> _WhichOneofReturnType__limit_s | None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class GetLedgerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLedgerRequest: _TypeAlias = GetLedgerRequest  # noqa: Y015
+
+@_typing.final
+class GetLedgerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    router: _builtins.str
+    """Of the router that answers."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLedger]: ...
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldTicket]:
+        """Tickets that this router holds."""
+
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that did not answer in time, and why."""
+
+    def __init__(
+        self,
+        *,
+        router: _builtins.str = ...,
+        workers: _abc.Iterable[Global___WorkerLedger] | None = ...,
+        held: _abc.Iterable[Global___HeldTicket] | None = ...,
+        problems: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "problems", b"problems", "router", b"router", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLedgerResponse: _TypeAlias = GetLedgerResponse  # noqa: Y015
+
+@_typing.final
+class WorkerLedger(_message.Message):
+    """WorkerLedger is one worker's view of its pages, taken between two steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    role: _builtins.str
+    incarnation: _builtins.str
+    @_builtins.property
+    def pages(self) -> Global___Pages: ...
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerEntry]: ...
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Invariants that do not hold."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        pages: Global___Pages | None = ...,
+        entries: _abc.Iterable[Global___LedgerEntry] | None = ...,
+        problems: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "id", b"id", "incarnation", b"incarnation", "pages", b"pages", "problems", b"problems", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerLedger: _TypeAlias = WorkerLedger  # noqa: Y015
+
+@_typing.final
+class LedgerEntry(_message.Message):
+    """LedgerEntry is one holder of pages: a ticket on a decode worker, a call on a prefill worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    PROMISED_FIELD_NUMBER: _builtins.int
+    TICKET_INCARNATION_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    label: _builtins.str
+    """The client's request id."""
+    state: _builtins.str
+    """"reserved", "landing" or "running"; "queued", "computing" or "pushing"."""
+    router: _builtins.str
+    """Name of the router that owns it."""
+    pages: _builtins.int
+    """Pages held, shared ones included, and pages promised beside them."""
+    promised: _builtins.int
+    ticket_incarnation: _builtins.str
+    """The ticket that a prefill worker pushes to: incarnation and counter."""
+    ticket: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        label: _builtins.str = ...,
+        state: _builtins.str = ...,
+        router: _builtins.str = ...,
+        pages: _builtins.int = ...,
+        promised: _builtins.int = ...,
+        ticket_incarnation: _builtins.str = ...,
+        ticket: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "number", b"number", "pages", b"pages", "promised", b"promised", "router", b"router", "state", b"state", "ticket", b"ticket", "ticket_incarnation", b"ticket_incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LedgerEntry: _TypeAlias = LedgerEntry  # noqa: Y015
+
+@_typing.final
+class HeldTicket(_message.Message):
+    """HeldTicket is a ticket as its router sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    COUNTER_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    incarnation: _builtins.str
+    counter: _builtins.int
+    label: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        counter: _builtins.int = ...,
+        label: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counter", b"counter", "incarnation", b"incarnation", "label", b"label", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldTicket: _TypeAlias = HeldTicket  # noqa: Y015
+
+@_typing.final
+class InflictChaosRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    CHAOS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """As in WorkerStatus.id."""
+    @_builtins.property
+    def chaos(self) -> Global___Chaos: ...
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        chaos: Global___Chaos | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chaos", b"chaos"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chaos", b"chaos", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InflictChaosRequest: _TypeAlias = InflictChaosRequest  # noqa: Y015
+
+@_typing.final
+class InflictChaosResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InflictChaosResponse: _TypeAlias = InflictChaosResponse  # noqa: Y015
+
+@_typing.final
+class Chaos(_message.Message):
+    """Chaos is what happens to a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KILL_FIELD_NUMBER: _builtins.int
+    STOP_S_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
+    SLOW_FIELD_NUMBER: _builtins.int
+    kill: _builtins.bool
+    """SIGKILL."""
+    stop_s: _builtins.float
+    """SIGSTOP for so many seconds, then SIGCONT."""
+    cut: _builtins.bool
+    """Break all its links."""
+    @_builtins.property
+    def slow(self) -> Global___Slow:
+        """Slow its links down."""
+
+    def __init__(
+        self,
+        *,
+        kill: _builtins.bool = ...,
+        stop_s: _builtins.float = ...,
+        cut: _builtins.bool = ...,
+        slow: Global___Slow | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "harm", b"harm", "kill", b"kill", "slow", b"slow", "stop_s", b"stop_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "harm", b"harm", "kill", b"kill", "slow", b"slow", "stop_s", b"stop_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_harm: _TypeAlias = _typing.Literal["kill", "stop_s", "cut", "slow"]  # noqa: Y015
+    _WhichOneofArgType_harm: _TypeAlias = _typing.Literal["harm", b"harm"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_harm) -> _WhichOneofReturnType_harm | None: ...
+
+Global___Chaos: _TypeAlias = Chaos  # noqa: Y015
+
+@_typing.final
+class Slow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    FOR_S_FIELD_NUMBER: _builtins.int
+    bytes_per_s: _builtins.float
+    for_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        bytes_per_s: _builtins.float = ...,
+        for_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "for_s", b"for_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Slow: _TypeAlias = Slow  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):

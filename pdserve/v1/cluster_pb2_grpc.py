@@ -39,6 +39,21 @@ class ClusterServiceStub(object):
                 request_serializer=pdserve_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/pdserve.v1.ClusterService/DrainWorker',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.GetLedger = channel.unary_unary(
+                '/pdserve.v1.ClusterService/GetLedger',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetLedgerResponse.FromString,
+                _registered_method=True)
+        self.InflictChaos = channel.unary_unary(
+                '/pdserve.v1.ClusterService/InflictChaos',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.InflictChaosRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.InflictChaosResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer(object):
@@ -50,6 +65,27 @@ class ClusterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """DrainWorker makes a worker finish or move its work and leave the cluster for good. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLedger(self, request, context):
+        """GetLedger asks every worker which pages are held by whom, and adds this router's own view.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def InflictChaos(self, request, context):
+        """InflictChaos does harm to a worker; refused unless the cluster was started with --chaos.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +93,21 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetStatusRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_cluster__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'GetLedger': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLedger,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetLedgerRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.GetLedgerResponse.SerializeToString,
+            ),
+            'InflictChaos': grpc.unary_unary_rpc_method_handler(
+                    servicer.InflictChaos,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.InflictChaosRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.InflictChaosResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +137,87 @@ class ClusterService(object):
             '/pdserve.v1.ClusterService/GetStatus',
             pdserve_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
             pdserve_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/DrainWorker',
+            pdserve_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/GetLedger',
+            pdserve_dot_v1_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.GetLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InflictChaos(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/InflictChaos',
+            pdserve_dot_v1_dot_cluster__pb2.InflictChaosRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.InflictChaosResponse.FromString,
             options,
             channel_credentials,
             insecure,

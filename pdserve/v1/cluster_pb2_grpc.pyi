@@ -32,11 +32,23 @@ class ClusterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ClusterServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.GetStatusResponse]
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]
+    """DrainWorker makes a worker finish or move its work and leave the cluster for good. Answers at once."""
+    GetLedger: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetLedgerRequest, _cluster_pb2.GetLedgerResponse]
+    """GetLedger asks every worker which pages are held by whom, and adds this router's own view."""
+    InflictChaos: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.InflictChaosRequest, _cluster_pb2.InflictChaosResponse]
+    """InflictChaos does harm to a worker; refused unless the cluster was started with --chaos."""
 
 @_typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.GetStatusResponse]  # type: ignore[assignment]
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """DrainWorker makes a worker finish or move its work and leave the cluster for good. Answers at once."""
+    GetLedger: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetLedgerRequest, _cluster_pb2.GetLedgerResponse]  # type: ignore[assignment]
+    """GetLedger asks every worker which pages are held by whom, and adds this router's own view."""
+    InflictChaos: _aio.UnaryUnaryMultiCallable[_cluster_pb2.InflictChaosRequest, _cluster_pb2.InflictChaosResponse]  # type: ignore[assignment]
+    """InflictChaos does harm to a worker; refused unless the cluster was started with --chaos."""
 
 class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -45,5 +57,29 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.GetStatusResponse, _abc.Awaitable[_cluster_pb2.GetStatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _cluster_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_pb2.DrainWorkerResponse]]:
+        """DrainWorker makes a worker finish or move its work and leave the cluster for good. Answers at once."""
+
+    @_abc_1.abstractmethod
+    def GetLedger(
+        self,
+        request: _cluster_pb2.GetLedgerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.GetLedgerResponse, _abc.Awaitable[_cluster_pb2.GetLedgerResponse]]:
+        """GetLedger asks every worker which pages are held by whom, and adds this router's own view."""
+
+    @_abc_1.abstractmethod
+    def InflictChaos(
+        self,
+        request: _cluster_pb2.InflictChaosRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.InflictChaosResponse, _abc.Awaitable[_cluster_pb2.InflictChaosResponse]]:
+        """InflictChaos does harm to a worker; refused unless the cluster was started with --chaos."""
 
 def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -50,6 +50,7 @@ class GenerateRequest(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served."""
     text: _builtins.str
@@ -69,6 +70,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
     def stopping(self) -> Global___Stopping: ...
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Go on with a generation that was interrupted, by the death of a router for example. All else as in the first request."""
+
     def __init__(
         self,
         *,
@@ -82,10 +87,11 @@ class GenerateRequest(_message.Message):
         top_logprobs: _builtins.int | None = ...,
         request_id: _builtins.str = ...,
         priority: _builtins.int | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
@@ -105,6 +111,45 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """Resume is what a client kept: `started`, and what it has received since."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    seed: _builtins.int
+    """As in `started`."""
+    model_fingerprint: _builtins.str
+    prompt_tokens: _builtins.int
+    """As in `started`: after truncation."""
+    text_length: _builtins.int
+    """Characters (Unicode code points) of text received; the answer's text goes on there."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All completion tokens received, in order; the answer goes on with the next one."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        seed: _builtins.int = ...,
+        model_fingerprint: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        text_length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_fingerprint", b"model_fingerprint", "prompt_tokens", b"prompt_tokens", "seed", b"seed", "text_length", b"text_length", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -513,13 +558,17 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_COMPUTED_FIELD_NUMBER: _builtins.int
     DECODE_STEPS_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
+    """Prompt tokens whose KV was there already when the request began."""
     completion_tokens: _builtins.int
     prefill_tokens_computed: _builtins.int
-    """Prompt tokens that the prefill worker computed."""
+    """Tokens that prefill workers computed: of the prompt, and after a resume of the completion so far as well."""
     decode_steps: _builtins.int
-    """Forward passes of the decode worker in which this request had a row."""
+    """Forward passes of the decode workers in which this request had a row."""
+    resumes: _builtins.int
+    """How often the request went on elsewhere after a fault, a pre-emption or a drain."""
     def __init__(
         self,
         *,
@@ -528,10 +577,11 @@ class Usage(_message.Message):
         completion_tokens: _builtins.int = ...,
         prefill_tokens_computed: _builtins.int = ...,
         decode_steps: _builtins.int = ...,
+        resumes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "decode_steps", b"decode_steps", "prefill_tokens_computed", b"prefill_tokens_computed", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "decode_steps", b"decode_steps", "prefill_tokens_computed", b"prefill_tokens_computed", "prompt_tokens", b"prompt_tokens", "resumes", b"resumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -556,7 +606,7 @@ class Timings(_message.Message):
     prefill_ms: _builtins.float
     """From the choice of workers to the first token."""
     transfer_ms: _builtins.float
-    """From the first token until decode has all the KV."""
+    """Exposed transfer: from the first token until decode has all the KV."""
     first_decode_ms: _builtins.float
     """From then to the second token."""
     ttft_ms: _builtins.float

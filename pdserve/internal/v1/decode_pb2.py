@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.internal.v1 import worker_pb2 as pdserve_dot_internal_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdserve/internal/v1/decode.proto\x12\x13pdserve.internal.v1\x1a pdserve/internal/v1/worker.proto\"\xac\x01\n\x0e\x43onnectRequest\x12/\n\x07reserve\x18\x01 \x01(\x0b\x32\x1c.pdserve.internal.v1.ReserveH\x00\x12-\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x1b.pdserve.internal.v1.DecodeH\x00\x12/\n\x07release\x18\x03 \x01(\x0b\x32\x1c.pdserve.internal.v1.ReleaseH\x00\x42\t\n\x07\x63ommand\"J\n\x07Reserve\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x31\n\x07request\x18\x02 \x01(\x0b\x32 .pdserve.internal.v1.WorkRequest\"`\n\x06\x44\x65\x63ode\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x1b.pdserve.internal.v1.Ticket\x12)\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x1a.pdserve.internal.v1.Token\"6\n\x07Release\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x1b.pdserve.internal.v1.Ticket\"\xab\x01\n\x0f\x43onnectResponse\x12/\n\x08reserved\x18\x01 \x03(\x0b\x32\x1d.pdserve.internal.v1.Reserved\x12\x31\n\x06tokens\x18\x02 \x03(\x0b\x32!.pdserve.internal.v1.TicketTokens\x12\x34\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\".pdserve.internal.v1.TicketFailure\"\x83\x01\n\x08Reserved\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12-\n\x06ticket\x18\x02 \x01(\x0b\x32\x1b.pdserve.internal.v1.TicketH\x00\x12/\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.pdserve.internal.v1.FailureH\x00\x42\t\n\x07outcome\"a\n\x0cTicketTokens\x12\x0f\n\x07\x63ounter\x18\x01 \x01(\x04\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.pdserve.internal.v1.Token\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x03 \x01(\r\"O\n\rTicketFailure\x12\x0f\n\x07\x63ounter\x18\x01 \x01(\x04\x12-\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1c.pdserve.internal.v1.Failure2i\n\rDecodeService\x12X\n\x07\x43onnect\x12#.pdserve.internal.v1.ConnectRequest\x1a$.pdserve.internal.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdserve/internal/v1/decode.proto\x12\x13pdserve.internal.v1\x1a pdserve/internal/v1/worker.proto\"\xac\x01\n\x0e\x43onnectRequest\x12/\n\x07reserve\x18\x01 \x01(\x0b\x32\x1c.pdserve.internal.v1.ReserveH\x00\x12-\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x1b.pdserve.internal.v1.DecodeH\x00\x12/\n\x07release\x18\x03 \x01(\x0b\x32\x1c.pdserve.internal.v1.ReleaseH\x00\x42\t\n\x07\x63ommand\"Y\n\x07Reserve\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x31\n\x07request\x18\x02 \x01(\x0b\x32 .pdserve.internal.v1.WorkRequest\x12\r\n\x05whole\x18\x03 \x01(\x08\"`\n\x06\x44\x65\x63ode\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x1b.pdserve.internal.v1.Ticket\x12)\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x1a.pdserve.internal.v1.Token\"6\n\x07Release\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x1b.pdserve.internal.v1.Ticket\"\xab\x01\n\x0f\x43onnectResponse\x12/\n\x08reserved\x18\x01 \x03(\x0b\x32\x1d.pdserve.internal.v1.Reserved\x12\x31\n\x06tokens\x18\x02 \x03(\x0b\x32!.pdserve.internal.v1.TicketTokens\x12\x34\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\".pdserve.internal.v1.TicketFailure\"\x83\x01\n\x08Reserved\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12-\n\x06ticket\x18\x02 \x01(\x0b\x32\x1b.pdserve.internal.v1.TicketH\x00\x12/\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.pdserve.internal.v1.FailureH\x00\x42\t\n\x07outcome\"a\n\x0cTicketTokens\x12\x0f\n\x07\x63ounter\x18\x01 \x01(\x04\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.pdserve.internal.v1.Token\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x03 \x01(\r\"O\n\rTicketFailure\x12\x0f\n\x07\x63ounter\x18\x01 \x01(\x04\x12-\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1c.pdserve.internal.v1.Failure2i\n\rDecodeService\x12X\n\x07\x43onnect\x12#.pdserve.internal.v1.ConnectRequest\x1a$.pdserve.internal.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONNECTREQUEST']._serialized_start=92
   _globals['_CONNECTREQUEST']._serialized_end=264
   _globals['_RESERVE']._serialized_start=266
-  _globals['_RESERVE']._serialized_end=340
-  _globals['_DECODE']._serialized_start=342
-  _globals['_DECODE']._serialized_end=438
-  _globals['_RELEASE']._serialized_start=440
-  _globals['_RELEASE']._serialized_end=494
-  _globals['_CONNECTRESPONSE']._serialized_start=497
-  _globals['_CONNECTRESPONSE']._serialized_end=668
-  _globals['_RESERVED']._serialized_start=671
-  _globals['_RESERVED']._serialized_end=802
-  _globals['_TICKETTOKENS']._serialized_start=804
-  _globals['_TICKETTOKENS']._serialized_end=901
-  _globals['_TICKETFAILURE']._serialized_start=903
-  _globals['_TICKETFAILURE']._serialized_end=982
-  _globals['_DECODESERVICE']._serialized_start=984
-  _globals['_DECODESERVICE']._serialized_end=1089
+  _globals['_RESERVE']._serialized_end=355
+  _globals['_DECODE']._serialized_start=357
+  _globals['_DECODE']._serialized_end=453
+  _globals['_RELEASE']._serialized_start=455
+  _globals['_RELEASE']._serialized_end=509
+  _globals['_CONNECTRESPONSE']._serialized_start=512
+  _globals['_CONNECTRESPONSE']._serialized_end=683
+  _globals['_RESERVED']._serialized_start=686
+  _globals['_RESERVED']._serialized_end=817
+  _globals['_TICKETTOKENS']._serialized_start=819
+  _globals['_TICKETTOKENS']._serialized_end=916
+  _globals['_TICKETFAILURE']._serialized_start=918
+  _globals['_TICKETFAILURE']._serialized_end=997
+  _globals['_DECODESERVICE']._serialized_start=999
+  _globals['_DECODESERVICE']._serialized_end=1104
 # @@protoc_insertion_point(module_scope)

@@ -57,8 +57,13 @@ class Reserve(_message.Message):
 
     CALL_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     """Draws the reply: unique on this stream."""
+    whole: _builtins.bool
+    """Promise pages for all that the request may still become, as a resumed one gets them: it is never pre-empted.
+    Else for its next 64 tokens.
+    """
     @_builtins.property
     def request(self) -> _worker_pb2.WorkRequest: ...
     def __init__(
@@ -66,10 +71,11 @@ class Reserve(_message.Message):
         *,
         call: _builtins.int = ...,
         request: _worker_pb2.WorkRequest | None = ...,
+        whole: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "request", b"request", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,7 +45,8 @@ class DecodeServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Connect(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Connect carries the router's name as metadata `pdserve-router`, for the ledger.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -34,11 +34,13 @@ class DecodeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_decode_pb2.ConnectRequest, _decode_pb2.ConnectResponse]
+    """Connect carries the router's name as metadata `pdserve-router`, for the ledger."""
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_decode_pb2.ConnectRequest, _decode_pb2.ConnectResponse]  # type: ignore[assignment]
+    """Connect carries the router's name as metadata `pdserve-router`, for the ledger."""
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -46,6 +48,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[_decode_pb2.ConnectRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_decode_pb2.ConnectResponse], _abc.AsyncIterator[_decode_pb2.ConnectResponse]]: ...
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.ConnectResponse], _abc.AsyncIterator[_decode_pb2.ConnectResponse]]:
+        """Connect carries the router's name as metadata `pdserve-router`, for the ledger."""
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

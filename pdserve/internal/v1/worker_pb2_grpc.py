@@ -40,6 +40,21 @@ class WorkerServiceStub(object):
                 request_serializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.GetLedger = channel.unary_unary(
+                '/pdserve.internal.v1.WorkerService/GetLedger',
+                request_serializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.GetLedgerRequest.SerializeToString,
+                response_deserializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.GetLedgerResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/pdserve.internal.v1.WorkerService/Drain',
+                request_serializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.InflictChaos = channel.unary_unary(
+                '/pdserve.internal.v1.WorkerService/InflictChaos',
+                request_serializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.InflictChaosRequest.SerializeToString,
+                response_deserializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.InflictChaosResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -53,6 +68,28 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLedger(self, request, context):
+        """GetLedger answers between two steps of the engine: a consistent view of its pages and of who holds them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Drain: take no new work, let running work finish, move what is left after the limit by resume, then leave.
+        Answers at once; a second call may shorten the limit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def InflictChaos(self, request, context):
+        """InflictChaos does harm to this worker, only in a cluster that was started with --chaos.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +97,21 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.WatchResponse.SerializeToString,
+            ),
+            'GetLedger': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLedger,
+                    request_deserializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.GetLedgerRequest.FromString,
+                    response_serializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.GetLedgerResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'InflictChaos': grpc.unary_unary_rpc_method_handler(
+                    servicer.InflictChaos,
+                    request_deserializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.InflictChaosRequest.FromString,
+                    response_serializer=pdserve_dot_internal_dot_v1_dot_worker__pb2.InflictChaosResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +142,87 @@ class WorkerService(object):
             '/pdserve.internal.v1.WorkerService/Watch',
             pdserve_dot_internal_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
             pdserve_dot_internal_dot_v1_dot_worker__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.internal.v1.WorkerService/GetLedger',
+            pdserve_dot_internal_dot_v1_dot_worker__pb2.GetLedgerRequest.SerializeToString,
+            pdserve_dot_internal_dot_v1_dot_worker__pb2.GetLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.internal.v1.WorkerService/Drain',
+            pdserve_dot_internal_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            pdserve_dot_internal_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InflictChaos(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.internal.v1.WorkerService/InflictChaos',
+            pdserve_dot_internal_dot_v1_dot_worker__pb2.InflictChaosRequest.SerializeToString,
+            pdserve_dot_internal_dot_v1_dot_worker__pb2.InflictChaosResponse.FromString,
             options,
             channel_credentials,
             insecure,

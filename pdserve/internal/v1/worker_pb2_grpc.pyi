@@ -35,6 +35,14 @@ class WorkerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WatchResponse]
     """Watch sends a beat every 250 ms, for as long as the router likes. No beat for 1 s: the worker is dead."""
+    GetLedger: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetLedgerRequest, _worker_pb2.GetLedgerResponse]
+    """GetLedger answers between two steps of the engine: a consistent view of its pages and of who holds them."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
+    """Drain: take no new work, let running work finish, move what is left after the limit by resume, then leave.
+    Answers at once; a second call may shorten the limit.
+    """
+    InflictChaos: _grpc.UnaryUnaryMultiCallable[_worker_pb2.InflictChaosRequest, _worker_pb2.InflictChaosResponse]
+    """InflictChaos does harm to this worker, only in a cluster that was started with --chaos."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -43,6 +51,14 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WatchResponse]  # type: ignore[assignment]
     """Watch sends a beat every 250 ms, for as long as the router likes. No beat for 1 s: the worker is dead."""
+    GetLedger: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetLedgerRequest, _worker_pb2.GetLedgerResponse]  # type: ignore[assignment]
+    """GetLedger answers between two steps of the engine: a consistent view of its pages and of who holds them."""
+    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
+    """Drain: take no new work, let running work finish, move what is left after the limit by resume, then leave.
+    Answers at once; a second call may shorten the limit.
+    """
+    InflictChaos: _aio.UnaryUnaryMultiCallable[_worker_pb2.InflictChaosRequest, _worker_pb2.InflictChaosResponse]  # type: ignore[assignment]
+    """InflictChaos does harm to this worker, only in a cluster that was started with --chaos."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """WorkerService is served by every worker."""
@@ -54,5 +70,31 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchResponse], _abc.AsyncIterator[_worker_pb2.WatchResponse]]:
         """Watch sends a beat every 250 ms, for as long as the router likes. No beat for 1 s: the worker is dead."""
+
+    @_abc_1.abstractmethod
+    def GetLedger(
+        self,
+        request: _worker_pb2.GetLedgerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.GetLedgerResponse, _abc.Awaitable[_worker_pb2.GetLedgerResponse]]:
+        """GetLedger answers between two steps of the engine: a consistent view of its pages and of who holds them."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _worker_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
+        """Drain: take no new work, let running work finish, move what is left after the limit by resume, then leave.
+        Answers at once; a second call may shorten the limit.
+        """
+
+    @_abc_1.abstractmethod
+    def InflictChaos(
+        self,
+        request: _worker_pb2.InflictChaosRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.InflictChaosResponse, _abc.Awaitable[_worker_pb2.InflictChaosResponse]]:
+        """InflictChaos does harm to this worker, only in a cluster that was started with --chaos."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

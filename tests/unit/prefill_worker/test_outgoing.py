@@ -45,6 +45,6 @@ def test_a_short_prompt_is_one_payload(num_tokens: int, runs: list[tuple[int, in
 
 def test_meta_names_ticket_and_pages() -> None:
     run = outgoing(100).next_run(64, is_computed=False)
-    assert run == PageRun(3, 0, 4)
+    assert run == PageRun(3, 0, 4, 0, run.num_layers)
     assert run is not None
     assert PageRun.unpack(run.pack()) == run

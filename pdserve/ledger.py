@@ -1,0 +1,30 @@
+"""A worker's view of its KV pages, taken between two steps of its engine: what `pdserve kv audit` compares."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pdserve.request import Incarnation
+
+State = Literal["queued", "computing", "pushing", "reserved", "landing", "running"]
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One holder of pages: a ticket on a decode worker, a call on a prefill worker."""
+
+    number: int  # the ticket's counter, or the number of the call
+    label: str  # the client's request id
+    state: State
+    num_pages: int  # held, shared ones included
+    num_promised: int = 0  # beside them
+    router: str = ""  # that owns it, where the worker knows
+    ticket_incarnation: Incarnation = Incarnation("")  # of the ticket that a prefill worker pushes to
+    ticket: int = 0
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All holders, and what does not hold."""
+
+    entries: tuple[LedgerEntry, ...]
+    problems: tuple[str, ...]  # broken invariants; empty: none
