@@ -159,10 +159,16 @@ class DecodeLinks:
         while True:
             yield await self._arrivals.ends.get()
 
+    def cut(self, why: str = "cut by chaos") -> int:
+        """A fault on demand: fail every link, also those that connect; prefill makes new ones. Returns how many."""
+        lines = [line for line in self._lines.values() if line.is_up]
+        for line in lines:
+            line.fail(why)
+        return len(lines)
+
     async def close(self) -> None:
         self._is_closed = True
-        for line in list(self._lines.values()):
-            line.fail("decode is closing")
+        self.cut("decode is closing")
         await self._quarantine.empty()
 
     async def serve(self, frames: AsyncIterator[PrefillFrame]) -> AsyncGenerator[DecodeFrame, None]:

@@ -19,6 +19,7 @@ from pdserve.plain import to_plain
 from pdserve.request import Incarnation, WorkerId
 from transport.base import LinkConfig, Own, SendSlot
 from transport.line import Line, Outbox
+from transport.pace import Lane, Pace
 from transport.protocol import Abort, DecodeFrame, End, Hello, Landed, PrefillFrame, Ready, SendEnd, Welcome
 from transport.seams import Address, Control, Wires
 from transport.slots import Quarantine, SlotPool
@@ -44,7 +45,13 @@ class PrefillLink:
     """One link that is up, or was: see base.SendLink."""
 
     def __init__(
-        self, incarnation: Incarnation, line: Line[PrefillFrame], config: LinkConfig, pool: SlotPool, aborts: Aborts
+        self,
+        incarnation: Incarnation,
+        line: Line[PrefillFrame],
+        config: LinkConfig,
+        pool: SlotPool,
+        aborts: Aborts,
+        pace: Pace,
     ) -> None:
         self.incarnation = incarnation  # of decode
         self.down = line.down  # why, once it is
@@ -54,6 +61,7 @@ class PrefillLink:
         self._push_timeout_s = config.push_timeout_s
         self._pool = pool
         self._aborts = aborts
+        self._lane = Lane(pace)
         self._pushes: dict[int, _Push] = {}  # by seq
         line.down.add_done_callback(self._lose_all)
 
@@ -104,7 +112,10 @@ class PrefillLink:
             push.is_sent = True
             self._settle(seq)
 
-        self._line.when_done(self._line.wire.post(push.slot.buffer[: push.num_bytes]), sent)
+        def post() -> None:
+            self._line.when_done(self._line.wire.post(push.slot.buffer[: push.num_bytes]), sent)
+
+        self._lane.run(push.num_bytes, post)
 
     def _settle(self, seq: int) -> None:
         """A push is through when decode has said so *and* the wire no longer reads the slot."""
@@ -121,6 +132,7 @@ class PrefillLink:
             push.deadline.cancel()
             push.landed.set_exception(LinkDown(down.result()))
         self._pushes.clear()
+        self._lane.clear()
 
 
 class PrefillLinks:
@@ -134,6 +146,8 @@ class PrefillLinks:
         self._quarantine = Quarantine()
         self.fatal = self._quarantine.fatal
         self._aborts = Aborts()
+        self._pace = Pace()
+        self.slow = self._pace.slow
         self._peers: dict[WorkerId, WorkerInfo] = {}
         self._keepers: dict[WorkerId, asyncio.Task[None]] = {}
         self._links: dict[WorkerId, PrefillLink] = {}  # those that are up
@@ -183,6 +197,13 @@ class PrefillLinks:
         while True:
             yield await self._aborts.get()
 
+    def cut(self) -> int:
+        """A fault on demand: fail every link that is up; new ones are made. Returns how many."""
+        links = list(self._links.values())
+        for link in links:
+            link.fail("cut by chaos")
+        return len(links)
+
     async def close(self) -> None:
         keepers = list(self._keepers.values())
         for worker in list(self._peers):
@@ -229,7 +250,7 @@ class PrefillLinks:
 
     def _link_up(self, peer: WorkerInfo, line: Line[PrefillFrame]) -> PrefillLink:
         pool = SlotPool(self._wires.buffers(self._config.num_slots))
-        link = PrefillLink(peer.incarnation, line, self._config, pool, self._aborts)
+        link = PrefillLink(peer.incarnation, line, self._config, pool, self._aborts, self._pace)
         self._links[peer.id] = link
         self._problems.pop(peer.id, None)
         self._tell()
