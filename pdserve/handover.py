@@ -15,7 +15,7 @@ NO_CHECKSUM = -1
 
 @dataclass(frozen=True)
 class PageRun:
-    """Some layers of consecutive KV pages of one ticket; `num_pages` 0 stands for the ticket as a whole (end, abort)."""
+    """Some layers of consecutive KV pages of one ticket; no pages: the ticket as a whole (end, abort)."""
 
     counter: int  # of the ticket
     first_page: int  # index in the ticket's prompt, not a page id

@@ -18,8 +18,7 @@ class LedgerEntry:
     num_pages: int  # held, shared ones included
     num_promised: int = 0  # beside them
     router: str = ""  # that owns it, where the worker knows
-    ticket_incarnation: Incarnation = Incarnation("")  # of the ticket that a prefill worker pushes to
-    ticket: int = 0
+    pushes_to: tuple[Incarnation, int] | None = None  # the ticket of a prefill call: incarnation and counter
 
 
 @dataclass(frozen=True)
