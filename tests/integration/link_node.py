@@ -75,6 +75,8 @@ class Decode:
                 offer.scrap("told so")
             else:
                 offer.land()
+                if self.check:
+                    say(event="posted", meta=offer.meta.decode())
                 self.tasks.append(asyncio.create_task(self.land(offer)))
 
     async def land(self, offer: DecodeOffer) -> None:
@@ -161,6 +163,8 @@ async def run_decode(incarnation: str, config: LinkConfig) -> None:
         match command:
             case {"do": "check", "on": on}:
                 decode.check = on
+            case {"do": "cut"}:
+                say(event="cut", links=links.cut())
             case {"do": "resources"}:
                 say(event="resources", **resources())
     receiver.cancel()
@@ -196,8 +200,8 @@ async def obey(prefill: Prefill, command: dict[str, Any]) -> None:
             await prefill.measure(**arguments)
         case "cancel_last":
             prefill.tasks[-1].cancel()
-        case "forget":
-            prefill.links.forget(WorkerId("decode-0"))
+        case "cut" | "slow" | "forget" as fault:
+            inflict(prefill.links, fault, arguments)
         case "lie":  # announce more than a slot holds, past our own checks
             link = prefill.links.link(WorkerId("decode-0"), Incarnation(arguments["incarnation"]))
             link._end._limits = NoLimits(0, 0)
@@ -206,6 +210,16 @@ async def obey(prefill: Prefill, command: dict[str, Any]) -> None:
             prefill.tasks.append(asyncio.create_task(prefill.wait("lie", link.push(slot, arguments["num_bytes"], b""))))
         case "resources":
             say(event="resources", **resources())
+
+
+def inflict(links: PrefillLinks, fault: str, arguments: dict[str, Any]) -> None:
+    match fault:
+        case "cut":
+            say(event="cut", links=links.cut())
+        case "slow":
+            links.slow(**arguments)
+        case "forget":
+            links.forget(WorkerId("decode-0"))
 
 
 async def commands() -> Any:

@@ -94,7 +94,27 @@ def transfer(prefill: Node, decode: Node, meta: str, seed: int, num_bytes: int =
     assert (pushed["meta"], pushed["kept"]) == (meta, True)
 
 
-def test_payloads_scrap_cancel_and_violations(start: Start) -> None:
+def rehearse_faults(prefill: Node, decode: Node) -> None:
+    """A slow link still delivers; one cut in the middle of a payload loses it, at both ends, and comes back."""
+    prefill.do("slow", bytes_per_s=1e6, for_s=60)
+    asked_at = time.monotonic()
+    transfer(prefill, decode, "slow", 6, num_bytes=200_000)
+    assert time.monotonic() - asked_at >= 0.2
+    for victim in (prefill, decode):
+        prefill.do("slow", bytes_per_s=1, for_s=60)
+        prefill.do("push", meta="cut", seed=7, num_bytes=100, incarnation=decode.incarnation)
+        assert decode.wait("posted")["meta"] == "cut"
+        victim.do("cut")
+        assert victim.wait("cut")["links"] == 1
+        assert "cut by chaos" in prefill.wait("lost")["why"]
+        assert decode.wait("lost")["error"] == "LinkDown"
+        prefill.do("slow", bytes_per_s=1, for_s=0)
+        prefill.do("wait_up")
+        prefill.wait("up")
+        transfer(prefill, decode, "after the cut", 8)
+
+
+def test_payloads_scrap_cancel_violations_and_faults_on_demand(start: Start) -> None:
     decode, prefill = start("decode", "d1"), start("prefill", "p1")
     link_up(prefill, decode)
     sizes = [1, 4096, SLOT_BYTES, 12345, SLOT_BYTES - 1] * 3
@@ -121,6 +141,7 @@ def test_payloads_scrap_cancel_and_violations(start: Start) -> None:
         prefill.do("wait_up")
         prefill.wait("up")
         transfer(prefill, decode, "again", 4)
+    rehearse_faults(prefill, decode)
     prefill.close()
     decode.close()
 
