@@ -12,11 +12,12 @@ from pdserve import rpc
 from pdserve.config import NodeConfig
 from pdserve.errors import Unavailable
 from pdserve.v1 import cluster_pb2_grpc, generation_pb2_grpc
+from router.cluster_service import ClusterServicer
 from router.directory import Directory
 from router.dispatch import Dispatcher
 from router.models import Models, Status
 from router.pipeline import Pipeline
-from router.service import ClusterServicer, GenerationServicer
+from router.service import GenerationServicer
 from router.tokenizer import TextModel
 from router.waiting_room import WaitingRoom
 

@@ -1,4 +1,4 @@
-"""The public gRPC services of a router.
+"""The public gRPC service of a router: text in, text out.
 
     Generate: request -> plan (validation) -> tokens (pipeline) -> deltas (Answer) -> the client
 
@@ -16,8 +16,8 @@ from typing import Protocol
 
 from pdserve.errors import InvalidRequest, ProtocolError
 from pdserve.request import Candidate, Token, WorkRequest
-from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2_grpc
 from pdserve.v1 import generation_pb2 as pb
+from pdserve.v1 import generation_pb2_grpc
 from router import call, validation
 from router.record import RequestRecord
 from router.text_stream import TextStream
@@ -45,14 +45,6 @@ class Pipeline(Protocol):
 
         Fills in `record` as it goes, also `record.add_token` before each token. Raises PdserveError.
         """
-        ...
-
-
-class StatusSource(Protocol):
-    """The router's view of the cluster."""
-
-    def status(self) -> cluster_pb2.GetStatusResponse:
-        """Workers and queue, as they are known now."""
         ...
 
 
@@ -131,22 +123,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             ids = list(request.token_ids)
             text = await in_thread_if_long(len(ids), model.text.decode, ids, skip_special_tokens=False)
             return pb.DetokenizeResponse(text=text)
-
-
-class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    """pdserve.v1.ClusterService."""
-
-    def __init__(self, source: StatusSource) -> None:
-        self._source = source
-
-    async def GetStatus(
-        self,
-        request: cluster_pb2.GetStatusRequest,  # noqa: ARG002
-        context: call.Context,
-    ) -> cluster_pb2.GetStatusResponse:
-        """The cluster as this router sees it."""
-        async with call.reporting(context, "GetStatus"):
-            return self._source.status()
 
 
 class Answer:

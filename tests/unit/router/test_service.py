@@ -19,8 +19,9 @@ from pdserve.model_card import KvLayout, ModelCard
 from pdserve.request import Candidate, Token, WorkRequest
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2_grpc
 from pdserve.v1 import generation_pb2 as pb
+from router.cluster_service import ClusterServicer
 from router.record import RequestRecord
-from router.service import ClusterServicer, GenerationServicer
+from router.service import GenerationServicer
 from router.tokenizer import TextModel
 from router.validation import ServedModel
 from tests.toy_tokenizer import TOY_EOS_ID, TOY_VOCAB_SIZE, write_toy_tokenizer
