@@ -2,10 +2,17 @@
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from cluster.model_store import resolve
 from pdserve.errors import ConfigError
+
+# A busy machine is no failure, and every run tests the same examples.
+hypothesis.settings.register_profile(
+    "pdserve", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("pdserve")
 
 
 @pytest.fixture(scope="session")
