@@ -4,11 +4,13 @@ A `PdserveError` leaves a server through `abort` (status, plus google.rpc detail
 `error_of` at the client.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -17,6 +19,10 @@ from grpc_status import rpc_status
 from pdserve.errors import InvalidRequest, PdserveError, QueueFull, Unavailable, from_wire
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+PARTIAL_OUTPUT = "PARTIAL_OUTPUT"  # reason of a second ErrorInfo beside the error's own
+_DOMAIN = "pdserve"
+# The pushback of gRPC's retry design (proposal A6): negative means never.
+_NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 
 # Proxies and idle clients ping: a server that punishes pings ends idle streams with GOAWAY too_many_pings.
 _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -44,7 +50,7 @@ _CHANNEL_OPTIONS = (
 
 def server() -> grpc.aio.Server:
     """A server with the options that proxies need and no port yet."""
-    return grpc.aio.server(options=_SERVER_OPTIONS)
+    return grpc.aio.server(options=_SERVER_OPTIONS, interceptors=(_Parsing(),))
 
 
 def channel(address: str) -> grpc.aio.Channel:
@@ -83,10 +89,31 @@ class Health:
         await self._servicer.set("liveness", health_pb2.HealthCheckResponse.SERVING)
 
 
+class _Parsing(grpc.aio.ServerInterceptor):
+    """Answers bytes that are no message with INVALID_ARGUMENT, where gRPC would log a trace and say UNKNOWN."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        inner = handler and (handler.unary_stream or handler.unary_unary)
+        if not inspect.iscoroutinefunction(inner):
+            return handler
+
+        async def parsed(raw: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                request = handler.request_deserializer(raw)
+            except DecodeError as error:
+                await abort(context, InvalidRequest("request", f"is not a message of this method ({error})"))
+            return await inner(request, context)
+
+        unary = grpc.unary_unary_rpc_method_handler
+        make = grpc.unary_stream_rpc_method_handler if handler.response_streaming else unary
+        return make(parsed, None, handler.response_serializer)
+
+
 def status_of(error: PdserveError) -> status_pb2.Status:
     """The error as google.rpc.Status: code, message and details."""
     status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=str(error))
-    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain="pdserve")
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
     status.details.append(_packed(info))
     if isinstance(error, InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
@@ -108,10 +135,29 @@ def _packed(
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
     """End the call with the error's status and details."""
-    status = rpc_status.to_status(status_of(error))
-    context.set_trailing_metadata(status.trailing_metadata)
-    await context.abort(status.code, status.details)
+    await _end(context, status_of(error))
     raise AssertionError("abort returned")
+
+
+async def abort_partial(
+    context: grpc.aio.ServicerContext[Any, Any], error: PdserveError, delivered_tokens: int
+) -> NoReturn:
+    """End a stream of which the client has so many tokens, and tell retry middleware not to replay it."""
+    status = status_of(error)
+    status.message += f"; {delivered_tokens} tokens were delivered: `resume` goes on from there"
+    metadata = {"delivered_tokens": str(delivered_tokens)}
+    info = error_details_pb2.ErrorInfo(reason=PARTIAL_OUTPUT, domain=_DOMAIN, metadata=metadata)
+    status.details.append(_packed(info))
+    await _end(context, status, _NO_RETRY)
+    raise AssertionError("abort returned")
+
+
+async def _end(
+    context: grpc.aio.ServicerContext[Any, Any], status: status_pb2.Status, *metadata: tuple[str, str]
+) -> None:
+    ending = rpc_status.to_status(status)
+    context.set_trailing_metadata((*ending.trailing_metadata, *metadata))
+    await context.abort(ending.code, ending.details)
 
 
 def error_of(error: grpc.aio.AioRpcError) -> PdserveError:
@@ -119,6 +165,6 @@ def error_of(error: grpc.aio.AioRpcError) -> PdserveError:
     status = rpc_status.from_call(error)  # type: ignore[arg-type]  # AioRpcError has all that it reads
     for detail in status.details if status else ():
         info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info) and info.domain == "pdserve":
+        if detail.Unpack(info) and info.domain == _DOMAIN and info.reason != PARTIAL_OUTPUT:
             return from_wire(info.reason, status.message)
     return Unavailable(f"{error.code().name}: {error.details()}")

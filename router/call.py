@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc.aio
 
@@ -22,16 +22,38 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
+class Out:
+    """The client's end of a call that streams tokens."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.delivered_tokens: int | None = None  # None: no token of this call was written yet
+
+    async def write(self, message: Any) -> None:
+        """Send a message, and wait until gRPC has taken it. Raises Cancelled when the client is gone."""
+        try:
+            await self._context.write(message)
+        except grpc.aio.InternalError as error:
+            raise Cancelled("the client went away") from error
+
+    async def end(self, error: PdserveError) -> NoReturn:
+        """End the call with this error, which says what the client has already."""
+        if self.delivered_tokens is None:
+            await rpc.abort(self._context, error)
+        await rpc.abort_partial(self._context, error, self.delivered_tokens)
+
+
 @asynccontextmanager
-async def reporting(context: Context, label: str) -> AsyncIterator[None]:
+async def reporting(context: Context, label: str) -> AsyncIterator[Out]:
     """The root of every call: an error becomes status and details; an unforeseen one is logged and INTERNAL."""
+    out = Out(context)
     try:
-        yield
+        yield out
     except PdserveError as error:
-        await rpc.abort(context, error)
+        await out.end(error)
     except Exception:  # root of the call: the client gets INTERNAL, the log the trace
         _log.exception("request %r failed", label)
-        await rpc.abort(context, PdserveError(f"request {label!r}: internal error; the router's log has more"))
+        await out.end(PdserveError(f"request {label!r}: internal error; the router's log has more"))
 
 
 async def cancelled_once(context: Context, work: Coroutine[Any, Any, None]) -> None:
@@ -64,14 +86,6 @@ async def closing(items: AsyncGenerator[_T, None]) -> AsyncIterator[AsyncGenerat
             await asyncio.shield(close)
         finally:
             await _see_out(close)
-
-
-async def write(context: Context, message: Any) -> None:
-    """Send a message, and wait until gRPC has taken it. Raises Cancelled when the client is gone."""
-    try:
-        await context.write(message)
-    except grpc.aio.InternalError as error:
-        raise Cancelled("the client went away") from error
 
 
 async def _aclose(items: AsyncGenerator[Any, None]) -> None:

@@ -23,8 +23,10 @@ class RequestRecord:
     second_token: float | None = None
     last_token: float | None = None
     finished: float | None = None
-    completion_tokens: int = 0
-    computed_tokens: int = 0  # prompt tokens that prefill computed
+    completion_tokens: int = 0  # that the pipeline yielded
+    received_tokens: int = 0  # completion tokens that the client brought along in `resume`
+    resumes: int = 0  # attempts after the first one
+    computed_tokens: int = 0  # that prefill computed: of the prompt, after a resume also of the completion so far
     cached_tokens: int = 0  # prompt tokens that needed no computing
     decode_steps: int = 0
     kv_bytes: int = 0  # over the link
@@ -45,9 +47,10 @@ class RequestRecord:
         return pb.Usage(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
-            completion_tokens=self.completion_tokens,
+            completion_tokens=self.received_tokens + self.completion_tokens,
             prefill_tokens_computed=self.computed_tokens,
             decode_steps=self.decode_steps,
+            resumes=self.resumes,
         )
 
     def timings(self) -> pb.Timings:

@@ -2,8 +2,11 @@
 
     Generate: request -> plan (validation) -> tokens (pipeline) -> deltas (Answer) -> the client
 
+A request with `resume` begins behind the tokens that its client has: they go through the Answer silently, and to the
+workers as if they were of an earlier attempt. Where they complete the answer already, no worker is asked.
+
 Whatever ends a call early (client gone, deadline, stop string, fault) closes the pipeline's generator before anything
-else happens, and with it both legs of the request. `context.write` waits until gRPC has taken the message, and only
+else happens, and with it both legs of the request. `out.write` waits until gRPC has taken the message, and only
 then the next token is asked for: this module holds one token per request, and what a slow client leaves unread stays
 with the pipeline, bounded by the request's `max_tokens`.
 """
@@ -15,14 +18,14 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from pdserve.errors import InvalidRequest, ProtocolError
-from pdserve.request import Candidate, Token, WorkRequest
+from pdserve.request import Token, WorkRequest
 from pdserve.v1 import generation_pb2 as pb
 from pdserve.v1 import generation_pb2_grpc
 from router import call, validation
+from router.answer import Answer
 from router.record import RequestRecord
-from router.text_stream import TextStream
 from router.tokenizer import Piece, TextModel, in_thread_if_long
-from router.validation import Plan, ServedModel
+from router.validation import ServedModel
 
 
 class ModelSource(Protocol):
@@ -61,9 +64,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Answer with `started` just before the first delta: until then a client may send the request again."""
         record = RequestRecord(arrived=asyncio.get_running_loop().time())
         label = request.request_id or secrets.token_hex(8)
-        async with call.reporting(context, label):
+        async with call.reporting(context, label) as out:
             model = self._models.find(request.model)
-            await call.cancelled_once(context, self._serve(request, model, label, record, context))
+            await call.cancelled_once(context, self._serve(request, model, label, record, out))
 
     async def _serve(
         self,
@@ -71,28 +74,34 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         model: ServedModel,
         label: str,
         record: RequestRecord,
-        context: call.Context,
+        out: call.Out,
     ) -> None:
-        plan = await in_thread_if_long(validation.prompt_size(request), validation.plan, request, model, label)
-        record.prompt_tokens = plan.work.prompt_length
-        await self._answer(Answer(plan, model), record, context)
+        answer = await in_thread_if_long(validation.prompt_size(request), _begun, request, model, label)
+        record.prompt_tokens, record.received_tokens = answer.work.prompt_length, answer.work.num_emitted
+        if answer.finished is None:
+            last = await self._stream(answer, record, out)
+        else:  # the client lacks the end of the text at most
+            last = answer.rest()
+            await out.write(pb.GenerateResponse(started=answer.started()))
+        if answer.finished is None:
+            raise ProtocolError(f"request {label!r}: the tokens ended without a reason")
+        record.finished = asyncio.get_running_loop().time()
+        if last.token_ids or last.text:
+            await _write_delta(out, last)
+        await out.write(pb.GenerateResponse(finished=_finished(answer.finished, record)))
 
-    async def _answer(self, answer: "Answer", record: RequestRecord, context: call.Context) -> None:
-        last = pb.Delta()
-        plan = answer.plan
-        async with call.closing(self._pipeline.generate(plan.work, plan.priority, record)) as tokens:
+    async def _stream(self, answer: Answer, record: RequestRecord, out: call.Out) -> pb.Delta:
+        """Write all deltas but the last, which is returned when both legs are free."""
+        last, work = pb.Delta(), answer.work
+        async with call.closing(self._pipeline.generate(work, answer.plan.priority, record)) as tokens:
             async for token in tokens:
-                if token.number == 0:
-                    await call.write(context, pb.GenerateResponse(started=answer.started()))
+                if token.number == work.num_emitted:
+                    await out.write(pb.GenerateResponse(started=answer.started()))
                 last = answer.delta(token)
                 if answer.finished is not None:
                     break
-                await call.write(context, pb.GenerateResponse(delta=last))
-        if answer.finished is None:
-            raise ProtocolError(f"request {plan.work.label!r}: the tokens ended without a reason")
-        record.finished = asyncio.get_running_loop().time()
-        await call.write(context, pb.GenerateResponse(delta=last))
-        await call.write(context, pb.GenerateResponse(finished=_finished(answer.finished, record)))
+                await _write_delta(out, last)
+        return last
 
     async def GetModel(self, request: pb.GetModelRequest, context: call.Context) -> pb.GetModelResponse:
         """One model."""
@@ -125,66 +134,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             return pb.DetokenizeResponse(text=text)
 
 
-class Answer:
-    """What the client is told, token by token.
-
-    The ids of a stop string's tokens are sent, its text is not. A token that ends the completion as end-of-sequence has
-    an id and no text; a stop token id keeps its text.
-    """
-
-    def __init__(self, plan: Plan, model: ServedModel) -> None:
-        self.plan = plan
-        self.finished: pb.Finished | None = None  # set by the token that ends the completion
-        self._model = model
-        self._text = TextStream(model.text, plan.stop)
-
-    def started(self) -> pb.Started:
-        """What a client keeps to resume."""
-        work, card = self.plan.work, self._model.card
-        return pb.Started(
-            request_id=work.label,
-            model=card.name,
-            seed=work.sampling.seed,
-            model_fingerprint=card.fingerprint,
-            prompt_tokens=work.prompt_length,
-            exact=card.exact,
-        )
-
-    def delta(self, token: Token) -> pb.Delta:
-        """The token's delta; the last one carries all text that was withheld."""
-        delta = pb.Delta(token_number=token.number, text=self._advance(token), token_ids=[token.token_id])
-        if self.plan.work.top_logprobs:
-            delta.top_logprobs.append(_top_logprobs(token.top_logprobs, self._model.text))
-        return delta
-
-    def _advance(self, token: Token) -> str:
-        is_eos = token.finish == "stop_token" and token.token_id in self.plan.eos_token_ids
-        text, matched = "", None
-        if not is_eos:
-            step = self._text.push(token.token_id)
-            text, matched = step.text, step.matched
-        if token.finish and matched is None:
-            step = self._text.finish()
-            text, matched = text + step.text, step.matched
-        if matched is not None:
-            self.finished = _stopped(pb.StopMatch(stop_string=matched))
-        elif token.finish:
-            self.finished = self._ending(token, is_eos)
-        return text
-
-    def _ending(self, token: Token, is_eos: bool) -> pb.Finished:
-        if is_eos:
-            return _stopped(pb.StopMatch(eos_token_id=token.token_id))
-        if token.finish == "stop_token":
-            return _stopped(pb.StopMatch(stop_token_id=token.token_id))
-        match = pb.StopMatch(max_tokens=self.plan.work.max_tokens)
-        if self.plan.window_limited:
-            match = pb.StopMatch(context_window=self.plan.window)
-        return pb.Finished(finish_reason=pb.FINISH_REASON_LENGTH, stop_match=match)
+def _begun(request: pb.GenerateRequest, model: ServedModel, label: str) -> Answer:
+    answer = Answer(validation.plan(request, model, label), model)
+    answer.replay(request.resume.text_length)
+    return answer
 
 
-def _stopped(match: pb.StopMatch) -> pb.Finished:
-    return pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_match=match)
+async def _write_delta(out: call.Out, delta: pb.Delta) -> None:
+    await out.write(pb.GenerateResponse(delta=delta))
+    out.delivered_tokens = delta.token_number + len(delta.token_ids)
 
 
 def _finished(finished: pb.Finished, record: RequestRecord) -> pb.Finished:
@@ -192,15 +150,6 @@ def _finished(finished: pb.Finished, record: RequestRecord) -> pb.Finished:
     finished.timings.CopyFrom(record.timings())
     finished.workers.CopyFrom(record.workers())
     return finished
-
-
-def _top_logprobs(candidates: Sequence[Candidate], text: TextModel) -> pb.TopLogprobs:
-    return pb.TopLogprobs(
-        candidates=[
-            pb.TokenLogprob(token_id=one.token_id, logprob=one.logprob, text=text.token_text(one.token_id))
-            for one in candidates
-        ]
-    )
 
 
 def _model(model: ServedModel) -> pb.Model:

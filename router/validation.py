@@ -21,6 +21,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LABEL_CHARACTERS = 256
 DEFAULT_MAX_TOKENS = 256
+_REPLAY_COST = 4  # of a token of `resume`, in characters of a prompt: 2 to 4 us
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ def plan(request: pb.GenerateRequest, model: ServedModel, label: str) -> Plan:
     """Check everything and fill in the defaults. Raises InvalidRequest."""
     card = model.card
     check_label(label)
-    sampling, stopping = _sampling(request.sampling), _stopping(request.stopping, model)
+    sampling, stopping = _sampling(request.sampling, _seed(request)), _stopping(request.stopping, model)
     top_logprobs = _within("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    _check_resume(request, card)
     prompt = _fitted_prompt(request, model)
     max_tokens = min(stopping.max_tokens, card.window - len(prompt))
     _check_pages(len(prompt), max_tokens, model.max_request_tokens)
@@ -73,6 +75,7 @@ def plan(request: pb.GenerateRequest, model: ServedModel, label: str) -> Plan:
         stop_token_ids=stopping.stop_token_ids | eos_token_ids,
         top_logprobs=top_logprobs,
     )
+    work = work.resumed(_received(request, work))
     limited = max_tokens < stopping.max_tokens
     return Plan(work, stopping.stop, request.priority, eos_token_ids, card.window, limited)
 
@@ -103,21 +106,57 @@ def chat_messages(chat: pb.Chat) -> list[Message]:
 
 
 def prompt_size(request: pb.GenerateRequest | pb.TokenizeRequest) -> int:
-    """How much there is to tokenize or to look through."""
-    if request.WhichOneof("prompt") == "chat":
-        return sum(len(message.content) for message in request.chat.messages)
-    ids = len(request.token_ids.ids) if isinstance(request, pb.GenerateRequest) else 0
-    return len(request.text) + ids
+    """How much there is to tokenize or to look through, as characters."""
+    size = len(request.text) + sum(len(message.content) for message in request.chat.messages)
+    if isinstance(request, pb.GenerateRequest):
+        size += len(request.token_ids.ids) + _REPLAY_COST * len(request.resume.token_ids)
+    return size
 
 
-def _sampling(sampling: pb.Sampling) -> Sampling:
+def _check_resume(request: pb.GenerateRequest, card: ModelCard) -> None:
+    """What can be known before the prompt is tokenized."""
+    if not request.HasField("resume"):
+        return
+    resume = request.resume
+    if resume.model_fingerprint != card.fingerprint:
+        problem = (
+            f"{resume.model_fingerprint!r} is not the model that is served here, {card.fingerprint!r}: another one's "
+            "tokens cannot be continued; send the request without resume"
+        )
+        raise InvalidRequest("resume.model_fingerprint", problem)
+    check_token_ids("resume.token_ids", resume.token_ids, card.vocab_size)
+
+
+def _received(request: pb.GenerateRequest, work: WorkRequest) -> Sequence[int]:
+    """The completion tokens that the client has; whether one of them ends the completion is for the Answer to see."""
+    if not request.HasField("resume"):
+        return ()
+    resume = request.resume
+    if resume.prompt_tokens != work.prompt_length:
+        problem = f"{resume.prompt_tokens} is not allowed; the prompt has {work.prompt_length} tokens after truncation"
+        raise InvalidRequest("resume.prompt_tokens", problem)
+    if len(resume.token_ids) > work.max_tokens:
+        problem = f"has {len(resume.token_ids)} entries, but this completion at most {work.max_tokens} tokens"
+        raise InvalidRequest("resume.token_ids", problem)
+    return resume.token_ids
+
+
+def _seed(request: pb.GenerateRequest) -> int:
+    sampling, resume = request.sampling, request.resume
+    if not request.HasField("resume"):
+        return sampling.seed if sampling.HasField("seed") else secrets.randbits(63)
+    if sampling.HasField("seed") and sampling.seed != resume.seed:
+        raise InvalidRequest("sampling.seed", f"{sampling.seed} is not resume.seed; must be unset or {resume.seed}")
+    return resume.seed
+
+
+def _sampling(sampling: pb.Sampling, seed: int) -> Sampling:
     temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
     top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
     _require(0 <= temperature <= MAX_TEMPERATURE, "sampling.temperature", temperature, f"0 to {MAX_TEMPERATURE}")
     _require(0 < top_p <= 1, "sampling.top_p", top_p, "more than 0, and at most 1")
     _require(0 <= sampling.min_p <= 1, "sampling.min_p", sampling.min_p, "0 to 1")
     _require(sampling.top_k >= 0, "sampling.top_k", sampling.top_k, "at least 0 (0: all tokens)")
-    seed = sampling.seed if sampling.HasField("seed") else secrets.randbits(63)
     return Sampling(temperature=temperature, top_k=sampling.top_k, top_p=top_p, min_p=sampling.min_p, seed=seed)
 
 
