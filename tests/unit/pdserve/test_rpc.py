@@ -1,0 +1,42 @@
+"""What every server of ours does with calls that are no messages, and what errors become on the way."""
+
+import logging
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2
+
+from pdserve import rpc
+from pdserve.errors import InvalidRequest
+
+HEALTH = "/grpc.health.v1.Health/"
+JUNK = b"\xff\xff\xff"
+NOT_UTF8 = b"\x0a\x02\xc3\x28"  # field 1, a string
+
+
+async def answer(channel: grpc.aio.Channel, method: str, raw: bytes) -> Any:
+    """The first response to a request of these bytes."""
+    if method == "Check":
+        return await channel.unary_unary(HEALTH + method, bytes, bytes)(raw)
+    return await channel.unary_stream(HEALTH + method, bytes, bytes)(raw).read()
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+@pytest.mark.parametrize("raw", [JUNK, NOT_UTF8])
+async def test_bytes_that_are_no_message_are_invalid_and_not_logged(
+    method: str, raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = rpc.server()
+    await rpc.add_health_and_reflection(server, []).set(serving=True)
+    port = rpc.listen(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+            with caplog.at_level(logging.INFO), pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answer(channel, method, raw)
+            assert isinstance(rpc.error_of(caught.value), InvalidRequest)
+            assert caplog.records == []
+            assert await answer(channel, method, health_pb2.HealthCheckRequest().SerializeToString())
+    finally:
+        await server.stop(None)
