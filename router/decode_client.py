@@ -1,7 +1,9 @@
 """A router's side of a decode worker: one bidirectional stream for all its requests.
 
-    reserve ──> Ticket ──(the prefill worker pushes)──> decode ──> tokens, numbered without a gap
+    reserve ──> ticket ──(prefill pushes)──> adopt(first token) ──> tokens, numbered without a gap
     leaving `reserve`'s block for any reason releases the ticket
+
+`adopt` may come while the last KV still moves: the worker begins as soon as it has both.
 
 When the stream breaks, every open reservation and every token queue fails at once with `WorkerLost`.
 """
@@ -32,14 +34,21 @@ class HeldTicket:
     """A ticket for as long as its reservation is held."""
 
     ticket: Ticket
+    label: str  # the client's request id
     failed: "asyncio.Future[PdserveError]"  # the worker is lost, or has given the ticket up; cancelled when released
-    items: "asyncio.Queue[_Item]"  # what `decode` reads
+    items: "asyncio.Queue[_Item]"  # what `tokens` reads
+    is_decoding: bool = False  # a token came: decode has all the KV
 
     def fail(self, error: PdserveError) -> None:
         """End it, whoever waits."""
         if not self.failed.done():
             self.failed.set_result(error)
             self.items.put_nowait(error)
+
+    def lose_prefill(self, error: PdserveError) -> None:
+        """The prefill leg has ended before its time; no loss once decode has all the KV."""
+        if not self.is_decoding:
+            self.fail(error)
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,13 @@ _Item = Decoded | PdserveError
 class DecodeClient:
     """The stream to one incarnation of a decode worker; `run` must be running."""
 
-    def __init__(self, worker: WorkerId, channel: grpc.aio.Channel) -> None:
+    def __init__(self, worker: WorkerId, router: str, channel: grpc.aio.Channel) -> None:
         self._worker = worker
+        self._router = router
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._commands: asyncio.Queue[decode_pb2.ConnectRequest | None] = asyncio.Queue()
         self._numbers = itertools.count()
-        self._reservations: dict[int, asyncio.Future[HeldTicket]] = {}
+        self._reservations: dict[int, tuple[str, asyncio.Future[HeldTicket]]] = {}  # label and waiter, by call
         self._held: dict[int, HeldTicket] = {}
         self._lost: PdserveError | None = None
 
@@ -70,10 +80,14 @@ class DecodeClient:
         """Requests of this router on the worker."""
         return len(self._held) + len(self._reservations)
 
+    def held_tickets(self) -> list[tuple[Ticket, str]]:
+        """All tickets held here, with their requests' labels."""
+        return [(held.ticket, held.label) for held in self._held.values()]
+
     async def run(self) -> None:
         """Serve the stream until it breaks. Raises WorkerLost."""
         try:
-            async for message in self._stub.Connect(self._requests()):
+            async for message in self._stub.Connect(self._requests(), metadata=(("pdserve-router", self._router),)):
                 self._take(message)
         except grpc.aio.AioRpcError as failure:
             raise WorkerLost(f"{self._worker}: {failure.details()}") from failure
@@ -88,6 +102,7 @@ class DecodeClient:
             self._take_reserved(reserved)
         for batch in message.tokens:
             if held := self._held.get(batch.counter):
+                held.is_decoding = True
                 for token in batch.tokens:
                     held.items.put_nowait(Decoded(token_from_wire(token), batch.decode_steps))
         for failure in message.failures:
@@ -95,7 +110,7 @@ class DecodeClient:
                 held.fail(failure_from_wire(failure.failure))
 
     def _take_reserved(self, reserved: decode_pb2.Reserved) -> None:
-        waiter = self._reservations.pop(reserved.call, None)
+        label, waiter = self._reservations.pop(reserved.call, ("", None))
         if reserved.HasField("failure"):
             if waiter is not None:
                 waiter.set_exception(failure_from_wire(reserved.failure))
@@ -104,26 +119,29 @@ class DecodeClient:
         if waiter is None:
             self._release(ticket)  # whoever asked has left
             return
-        held = HeldTicket(ticket, asyncio.get_running_loop().create_future(), asyncio.Queue())
+        held = HeldTicket(ticket, label, asyncio.get_running_loop().create_future(), asyncio.Queue())
         self._held[ticket.counter] = held
         waiter.set_result(held)
 
     @asynccontextmanager
-    async def reserve(self, request: WorkRequest) -> AsyncIterator[HeldTicket]:
-        """Hold a ticket for the time of the block. Raises NoCapacity, InvalidRequest, WorkerLost."""
-        held = await self._reserve(request)
+    async def reserve(self, request: WorkRequest, *, whole: bool) -> AsyncIterator[HeldTicket]:
+        """Hold a ticket for the time of the block; `whole` promises room for all that remains.
+
+        Raises NoCapacity, InvalidRequest, LegFailed.
+        """
+        held = await self._reserve(request, whole)
         try:
             yield held
         finally:
             self._drop(held)
 
-    async def _reserve(self, request: WorkRequest) -> HeldTicket:
+    async def _reserve(self, request: WorkRequest, whole: bool) -> HeldTicket:
         if self._lost is not None:
             raise self._lost
         call = next(self._numbers)
         waiter: asyncio.Future[HeldTicket] = asyncio.get_running_loop().create_future()
-        self._reservations[call] = waiter
-        reserve = decode_pb2.Reserve(call=call, request=request_to_wire(request))
+        self._reservations[call] = request.label, waiter
+        reserve = decode_pb2.Reserve(call=call, request=request_to_wire(request), whole=whole)
         self._commands.put_nowait(decode_pb2.ConnectRequest(reserve=reserve))
         try:
             return await asyncio.shield(waiter)  # answered by the worker, or failed with it
@@ -146,10 +164,13 @@ class DecodeClient:
         release = decode_pb2.Release(ticket=ticket_to_wire(ticket))
         self._commands.put_nowait(decode_pb2.ConnectRequest(release=release))
 
-    async def decode(self, held: HeldTicket, first: Token) -> AsyncGenerator[Decoded, None]:
-        """Yield the tokens after `first`, up to the one that finishes. Raises WorkerLost, ProtocolError."""
+    def adopt(self, held: HeldTicket, first: Token) -> None:
+        """Let the worker go on from `first` as soon as it has all the KV."""
         decode = decode_pb2.Decode(ticket=ticket_to_wire(held.ticket), first=token_to_wire(first))
         self._commands.put_nowait(decode_pb2.ConnectRequest(decode=decode))
+
+    async def tokens(self, held: HeldTicket, first: Token) -> AsyncGenerator[Decoded, None]:
+        """Yield the tokens after `first`, up to the one that finishes. Raises LegFailed, ProtocolError."""
         token = first
         while not token.finish:
             item = await held.items.get()  # bounded by the worker's liveness and the client's deadline
@@ -163,7 +184,7 @@ class DecodeClient:
     def fail(self, error: PdserveError) -> None:
         """End everything on this stream with `error`."""
         self._lost = error
-        for waiter in self._reservations.values():
+        for _, waiter in self._reservations.values():
             waiter.set_exception(error)
         self._reservations.clear()
         for held in self._held.values():

@@ -5,6 +5,7 @@ Membership only says where to look; a worker is in the table from its first beat
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 
 import grpc.aio
@@ -32,6 +33,7 @@ class Directory:
     ) -> None:
         self._membership = membership
         self._connect = connect
+        self.router = f"router-{secrets.token_hex(4)}"  # who holds our tickets, in the ledgers of workers
         self._stuck_after_s = stuck_after_s
         self._on_change = on_change
         self._keepers: dict[Incarnation, asyncio.Task[None]] = {}
@@ -99,12 +101,12 @@ class Directory:
         peer: Peer | None = None
         error = WorkerLost(f"{info.id} has left")
         try:
-            peer = make_peer(info, channel, await heartbeat.next(CONNECT_LIMIT_S))
+            peer = make_peer(info, self.router, channel, await heartbeat.next(CONNECT_LIMIT_S))
             self._peers[info.incarnation] = peer
             self._on_change()
             await self._listen(peer, heartbeat)
         except WorkerLost as lost:
-            error = WorkerLost(f"the worker was lost, send the request again ({lost})")
+            error = lost
             raise
         finally:
             if peer is not None:

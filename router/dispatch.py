@@ -5,15 +5,23 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from pdserve.errors import NoCapacity, Unavailable, WorkerLost
+from pdserve.errors import LegFailed, NoCapacity, Unavailable
 from pdserve.request import Incarnation, WorkRequest
 from router.decode_client import HeldTicket
 from router.directory import Directory
 from router.peers import DecodePeer, PrefillPeer
 from router.policy import choose, open_prefills
-from router.waiting_room import Seat, WaitingRoom
+from router.waiting_room import Arrival, Seat, WaitingRoom
 
 NO_WORKER_LIMIT_S = 30.0  # a restarted worker is back well before
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What an attempt needs legs for."""
+
+    work: WorkRequest
+    resumes: bool  # an earlier attempt failed
 
 
 @dataclass(eq=False)
@@ -24,35 +32,42 @@ class Legs:
     decode: DecodePeer | None
     ticket: HeldTicket | None
     num_waiting: int = 0  # prompt tokens that count as queued on the prefill worker
+    num_resuming: int = 0  # 1 while this resumed request counts as being prefilled
 
-    def occupy(self, num_tokens: int) -> None:
+    def occupy(self, wish: Wish) -> None:
         """Count the prompt as queued on the prefill worker."""
-        self.num_waiting = num_tokens
-        self.prefill.client.queued_tokens += num_tokens
+        self.num_waiting, self.num_resuming = len(wish.work.token_ids), int(wish.resumes)
+        self.prefill.client.queued_tokens += self.num_waiting
+        self.prefill.client.num_resuming += self.num_resuming
 
     def vacate(self) -> None:
         """The prompt is computed, or given up; a second time is no error."""
         self.prefill.client.queued_tokens -= self.num_waiting
-        self.num_waiting = 0
+        self.prefill.client.num_resuming -= self.num_resuming
+        self.num_waiting = self.num_resuming = 0
 
 
 class Dispatcher:
-    """Finds legs for requests, first come, first served within a priority."""
+    """Finds legs for requests, in the order of the waiting room."""
 
     def __init__(self, directory: Directory, room: WaitingRoom, chunk_tokens: int) -> None:
         self._directory = directory
         self._room = room
         self._chunk_tokens = chunk_tokens
 
+    def arrive(self, priority: int) -> Arrival:
+        """A request comes for the first time; all its attempts are as old as this."""
+        return self._room.arrive(priority)
+
     @asynccontextmanager
-    async def admit(self, work: WorkRequest, priority: int) -> AsyncIterator[Legs]:
-        """Hold legs for the block. Raises QueueFull, Unavailable, InvalidRequest, WorkerLost."""
+    async def admit(self, wish: Wish, arrival: Arrival) -> AsyncIterator[Legs]:
+        """Hold legs for the block. Raises QueueFull, Unavailable, InvalidRequest."""
         async with AsyncExitStack() as held:
             held.callback(self._room.poke)
-            seat = self._room.enter(priority)
+            seat = self._room.enter(arrival, resumes=wish.resumes)
             try:
-                legs = await self._seize(seat, work, held)
-                legs.occupy(len(work.token_ids))
+                legs = await self._seize(seat, wish, held)
+                legs.occupy(wish)
             finally:
                 self._room.leave(seat)
             held.callback(legs.vacate)
@@ -63,13 +78,14 @@ class Dispatcher:
         legs.vacate()
         self._room.poke()
 
-    async def _seize(self, seat: Seat, work: WorkRequest, held: AsyncExitStack) -> Legs:
+    async def _seize(self, seat: Seat, wish: Wish, held: AsyncExitStack) -> Legs:
         while True:
             await self._turn(seat)
-            if work.num_emitted + 1 >= work.max_tokens:  # one token is prefill's own: it needs no decode worker
-                if prefills := open_prefills(self._directory.prefills, self._chunk_tokens):
+            prefills = open_prefills(self._directory.prefills, self._chunk_tokens, resumes=wish.resumes)
+            if wish.work.num_emitted + 1 >= wish.work.max_tokens:  # one token is prefill's own: it needs no decode leg
+                if prefills:
                     return Legs(prefills[0], None, None)
-            elif legs := await self._reserve(work, held):
+            elif legs := await self._reserve(wish, prefills, held):
                 return legs
 
     async def _turn(self, seat: Seat) -> None:
@@ -83,13 +99,14 @@ class Dispatcher:
             if self._directory.down_for_s() > NO_WORKER_LIMIT_S:
                 raise Unavailable(f"no prefill worker has reached a decode worker for {NO_WORKER_LIMIT_S:g} s")
 
-    async def _reserve(self, work: WorkRequest, held: AsyncExitStack) -> Legs | None:
+    async def _reserve(self, wish: Wish, prefills: list[PrefillPeer], held: AsyncExitStack) -> Legs | None:
         """Ask one decode worker after the other; None when all have refused for now."""
         refused: set[Incarnation] = set()
-        while pair := choose(self._directory.prefills, self._directory.decodes, self._chunk_tokens, refused):
+        while pair := choose(prefills, self._directory.decodes, refused):
             prefill, decode = pair
             try:
-                return Legs(prefill, decode, await held.enter_async_context(decode.client.reserve(work)))
-            except (NoCapacity, WorkerLost):
+                reservation = decode.client.reserve(wish.work, whole=wish.resumes)
+                return Legs(prefill, decode, await held.enter_async_context(reservation))
+            except (NoCapacity, LegFailed):
                 refused.add(decode.info.incarnation)
         return None

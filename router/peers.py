@@ -35,6 +35,11 @@ class PrefillPeer:
         self.others = max(0, beat.load.queued_tokens - self.client.queued_tokens)
 
     @property
+    def is_open(self) -> bool:
+        """Whether it takes new work."""
+        return not self.beat.draining
+
+    @property
     def queued_tokens(self) -> int:
         """What it must compute before a new prompt: ours as of now, that of other routers as of the last beat."""
         return self.client.queued_tokens + self.others
@@ -59,6 +64,11 @@ class DecodePeer:
         self.others = max(0, beat.load.requests - self.client.num_tickets)
 
     @property
+    def is_open(self) -> bool:
+        """Whether it takes new work."""
+        return not self.beat.draining
+
+    @property
     def num_requests(self) -> int:
         """Requests on it: ours as of now, those of other routers as of the last beat."""
         return self.client.num_tickets + self.others
@@ -67,11 +77,11 @@ class DecodePeer:
 Peer = PrefillPeer | DecodePeer
 
 
-def make_peer(info: WorkerInfo, channel: grpc.aio.Channel, beat: worker_pb2.WatchResponse) -> Peer:
-    """The peer of a worker's role."""
+def make_peer(info: WorkerInfo, router: str, channel: grpc.aio.Channel, beat: worker_pb2.WatchResponse) -> Peer:
+    """The peer of a worker's role, for the router of this name."""
     if info.role == "prefill":
         return PrefillPeer(info, PrefillClient(info.id, channel), beat)
-    return DecodePeer(info, DecodeClient(info.id, channel), beat)
+    return DecodePeer(info, DecodeClient(info.id, router, channel), beat)
 
 
 class Heartbeat:

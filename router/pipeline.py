@@ -1,22 +1,26 @@
-"""The life of one request: reserve, prefill, decode. Read this first.
+"""The life of one request. Read this first.
 
     admit    a seat in the waiting room, then a prefill worker and a decode worker; decode promises room: a ticket
-    prefill  the first token comes the moment it is sampled, while the last KV still moves; then "pushed"
-    decode   adopts the pages and runs the token loop
+    prefill  the first token goes to the client the moment it is sampled, while the last KV still moves
+    decode   adopts the ticket with that token, and runs the token loop as soon as it has all the KV
 
-Leaving the function for any reason (client gone, stop string, deadline, fault) closes both legs: the prefill call is
-cancelled and the ticket released, in every state.
+Leaving an attempt for any reason (client gone, stop string, deadline, fault) closes both legs: the prefill call is
+cancelled and the ticket released, in every state. When it was the fault of a leg, the request resumes: a new attempt,
+with the tokens emitted so far behind the prompt, goes on at the next token number.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
-from pdserve.errors import Unavailable
+from pdserve.errors import LegFailed
 from pdserve.request import Token, WorkRequest
-from router.dispatch import Dispatcher, Legs
-from router.prefill_client import Pushed, Sampled
+from router.decode_client import HeldTicket
+from router.dispatch import Dispatcher, Legs, Wish
+from router.prefill_client import PrefillCall
 from router.record import RequestRecord
+from router.recovery import RESUMABLE, Recovery
+from router.waiting_room import Arrival
 
 
 class Pipeline:
@@ -29,47 +33,68 @@ class Pipeline:
 
     async def generate(self, work: WorkRequest, priority: int, record: RequestRecord) -> AsyncGenerator[Token, None]:
         """Yield every token of the completion, numbered without a gap. Raises PdserveError."""
-        async with self._dispatcher.admit(work, priority) as legs:
+        arrival, recovery = self._dispatcher.arrive(priority), Recovery(work)
+        while not recovery.is_finished:
+            wish = Wish(recovery.work(), resumes=recovery.num_resumes > 0)
+            try:
+                async with aclosing(self._attempt(wish, arrival, record)) as tokens:
+                    async for token in tokens:
+                        recovery.take(token)
+                        record.add_token(self._now())
+                        yield token
+            except RESUMABLE as error:
+                await recovery.resume(error)
+                record.resumes = recovery.num_resumes
+
+    async def _attempt(self, wish: Wish, arrival: Arrival, record: RequestRecord) -> AsyncGenerator[Token, None]:
+        """Yield tokens up to the last one."""
+        async with (
+            self._legs(wish, arrival, record) as legs,
+            legs.prefill.client.prefill(wish.work, legs.ticket) as call,
+        ):
+            first = await self._first(call, legs, record)
+            yield first
+            if first.finish:
+                return
+            if legs.decode is None or legs.ticket is None:
+                raise LegFailed(f"{legs.prefill.info.id} went on after {first}, which was to be the last token")
+            steps_before = record.decode_steps
+            try:
+                async with aclosing(legs.decode.client.tokens(legs.ticket, first)) as steps:
+                    async for step in steps:
+                        record.decode_steps = steps_before + step.num_steps
+                        yield step.token
+            finally:
+                self._note_kv(call, legs.ticket, wish.work, record)
+
+    @asynccontextmanager
+    async def _legs(self, wish: Wish, arrival: Arrival, record: RequestRecord) -> AsyncIterator[Legs]:
+        async with self._dispatcher.admit(wish, arrival) as legs:
+            record.chosen = record.chosen or self._now()
+            record.prefill = legs.prefill.info
+            record.decode = legs.decode.info if legs.decode else None
             self.num_running += 1
             try:
-                self._chosen(legs, record)
-                first: Token | None = None
-                async with aclosing(self._prefill(work, legs, record)) as tokens:
-                    async for first in tokens:
-                        yield first
-                if first is None:
-                    raise Unavailable(f"{legs.prefill.info.id} ended the call without a token")
-                async with aclosing(self._decode(legs, first, record)) as tokens:
-                    async for token in tokens:
-                        yield token
+                yield legs
             finally:
                 self.num_running -= 1
 
-    def _chosen(self, legs: Legs, record: RequestRecord) -> None:
-        record.chosen = self._now()
-        record.prefill = legs.prefill.info
-        record.decode = legs.decode.info if legs.decode else None
+    async def _first(self, call: PrefillCall, legs: Legs, record: RequestRecord) -> Token:
+        """The first token of the attempt; decode may go on from it at once."""
+        sampled = await call.sampled()
+        self._dispatcher.computed(legs)
+        if legs.decode is not None and legs.ticket is not None and not sampled.token.finish:
+            legs.decode.client.adopt(legs.ticket, sampled.token)
+        record.computed_tokens += sampled.computed_tokens
+        record.cached_tokens += sampled.cached_tokens if not record.resumes else 0
+        return sampled.token
 
-    async def _prefill(self, work: WorkRequest, legs: Legs, record: RequestRecord) -> AsyncGenerator[Token, None]:
-        """Yield the first token; ends when decode has all the KV."""
-        async with aclosing(legs.prefill.client.prefill(work, legs.ticket)) as events:
-            async for event in events:
-                match event:
-                    case Sampled(token, computed, cached):
-                        self._dispatcher.computed(legs)
-                        record.computed_tokens += computed
-                        record.cached_tokens += cached
-                        record.add_token(self._now())
-                        yield token
-                    case Pushed(kv_bytes, _):
-                        record.kv_bytes += kv_bytes
-                        record.kv_arrived = self._now()
-
-    async def _decode(self, legs: Legs, first: Token, record: RequestRecord) -> AsyncGenerator[Token, None]:
-        if legs.decode is None or legs.ticket is None:
-            return
-        async with aclosing(legs.decode.client.decode(legs.ticket, first)) as steps:
-            async for step in steps:
-                record.decode_steps = step.num_steps
-                record.add_token(self._now())
-                yield step.token
+    def _note_kv(self, call: PrefillCall, held: HeldTicket, work: WorkRequest, record: RequestRecord) -> None:
+        """What crossed the link; when decode was faster than prefill's word of it, what had to cross."""
+        if call.pushed is not None:
+            record.kv_bytes += call.pushed.kv_bytes
+            record.kv_arrived = record.kv_arrived or call.pushed.at
+        elif held.is_decoding and record.prefill is not None:
+            layout = record.prefill.card.kv_layout
+            record.kv_bytes += (layout.pages_for(len(work.token_ids)) - held.ticket.cached_pages) * layout.page_bytes
+            record.kv_arrived = record.kv_arrived or record.second_token

@@ -10,27 +10,34 @@ from pdserve.request import Incarnation
 from router.peers import DecodePeer, PrefillPeer
 
 MAX_QUEUED_CHUNKS = 2  # what a prefill worker may have before it; the rest waits where it can still be reordered
+MAX_RESUMING = 2  # prompts of resumed requests on a prefill worker: a fault must not starve it of new ones
 
 
-def open_prefills(prefills: Sequence[PrefillPeer], chunk_tokens: int) -> list[PrefillPeer]:
+def open_prefills(prefills: Sequence[PrefillPeer], chunk_tokens: int, *, resumes: bool) -> list[PrefillPeer]:
     """Those that have room for another prompt, the least loaded first."""
-    is_open = (peer for peer in prefills if peer.queued_tokens <= MAX_QUEUED_CHUNKS * chunk_tokens)
-    return sorted(is_open, key=lambda peer: (peer.queued_tokens, peer.info.id))
+    has_room = (
+        peer
+        for peer in prefills
+        if peer.is_open
+        and peer.queued_tokens <= MAX_QUEUED_CHUNKS * chunk_tokens
+        and not (resumes and peer.client.num_resuming >= MAX_RESUMING)
+    )
+    return sorted(has_room, key=lambda peer: (peer.queued_tokens, peer.info.id))
 
 
 def choose(
     prefills: Sequence[PrefillPeer],
     decodes: Sequence[DecodePeer],
-    chunk_tokens: int,
     refused: Collection[Incarnation],
 ) -> tuple[PrefillPeer, DecodePeer] | None:
-    """The least loaded open prefill worker that reaches a decode worker, and the least loaded one that it reaches."""
+    """The first prefill worker that reaches a decode worker, and the least loaded one that it reaches."""
     by_load = sorted(decodes, key=lambda peer: (peer.num_requests, peer.info.id))
     pairs = (
         (prefill, decode)
-        for prefill in open_prefills(prefills, chunk_tokens)
+        for prefill in prefills
         for decode in by_load
-        if decode.info.incarnation not in refused
+        if decode.is_open
+        and decode.info.incarnation not in refused
         and prefill.reaches(decode)
         and not difference(prefill.info.card, decode.info.card)
     )

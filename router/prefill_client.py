@@ -1,17 +1,21 @@
-"""A router's side of a prefill worker: one call per request.
+"""A router's side of a prefill worker: one call per attempt.
 
-Leaving `prefill` cancels the call, and with it all that the worker does for it. When the worker is lost, every open
-call fails at once with `WorkerLost`, whatever gRPC still believes.
+    prefill ──> Sampled: the first token ──> Pushed: decode has all the KV
+
+Leaving `prefill`'s block cancels the call, and with it all that the worker does for it. A call and its ticket share
+their fate until decode has all the KV: what ends one ends the other. When the worker is lost, every open call fails at
+once with `WorkerLost`, whatever gRPC still believes.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc.aio
 
 from pdserve import rpc
-from pdserve.errors import PdserveError, Unavailable, WorkerLost
+from pdserve.errors import LegFailed, PdserveError, Unavailable, WorkerLost
 from pdserve.internal.v1 import prefill_pb2, prefill_pb2_grpc
 from pdserve.request import Token, WorkerId, WorkRequest
 from pdserve.wire import request_to_wire, ticket_to_wire, token_from_wire
@@ -32,10 +36,44 @@ class Pushed:
     """Decode acknowledged the last payload."""
 
     kv_bytes: int
-    num_payloads: int
+    at: float  # seconds on the event loop's clock
 
 
-_Item = Sampled | Pushed | PdserveError | None
+class PrefillCall:
+    """One call that is open."""
+
+    def __init__(self, held: HeldTicket | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.pushed: Pushed | None = None
+        self._sampled: asyncio.Future[Sampled] = loop.create_future()
+        self._held = held
+        if held is not None:
+            held.failed.add_done_callback(self._ticket_ended)
+
+    async def sampled(self) -> Sampled:
+        """Wait for the first token. Raises PdserveError: the call's own, or what ended the ticket."""
+        return await self._sampled  # ends with the call, at the latest with the worker
+
+    def take(self, response: prefill_pb2.PrefillResponse) -> None:
+        """Note what the worker says."""
+        match response.WhichOneof("event"):
+            case "sampled" if not self._sampled.done():
+                said = response.sampled
+                self._sampled.set_result(Sampled(token_from_wire(said.token), said.computed_tokens, said.cached_tokens))
+            case "pushed":
+                self.pushed = Pushed(response.pushed.kv_bytes, asyncio.get_running_loop().time())
+
+    def _ticket_ended(self, failed: "asyncio.Future[PdserveError]") -> None:
+        if not failed.cancelled():
+            self.fail(failed.result())
+
+    def fail(self, error: PdserveError) -> None:
+        """End it; after `pushed` nothing is left to fail."""
+        if not self._sampled.done():
+            self._sampled.set_exception(error)
+            self._sampled.exception()  # looked at: its owner may have gone
+        if self._held is not None and self.pushed is None:
+            self._held.lose_prefill(error)
 
 
 class PrefillClient:
@@ -44,58 +82,44 @@ class PrefillClient:
     def __init__(self, worker: WorkerId, channel: grpc.aio.Channel) -> None:
         self._worker = worker
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
-        self._open: set[asyncio.Queue[_Item]] = set()
+        self._open: dict[PrefillCall, None] = {}
         self._lost: PdserveError | None = None
         self.queued_tokens = 0  # of calls that have not sampled yet
+        self.num_resuming = 0  # of those, resumed requests
 
-    async def prefill(self, request: WorkRequest, ticket: HeldTicket | None) -> AsyncGenerator[Sampled | Pushed, None]:
-        """Yield `Sampled`, then `Pushed`. Raises PdserveError: its own, or what ended the ticket."""
+    @asynccontextmanager
+    async def prefill(self, request: WorkRequest, held: HeldTicket | None) -> AsyncIterator[PrefillCall]:
+        """Keep a call open for the time of the block. Raises PdserveError when the worker is lost already."""
         if self._lost is not None:
             raise self._lost
-        items: asyncio.Queue[_Item] = asyncio.Queue()
         message = prefill_pb2.PrefillRequest(request=request_to_wire(request))
-        if ticket is not None:
-            message.ticket.CopyFrom(ticket_to_wire(ticket.ticket))
-            ticket.failed.add_done_callback(
-                lambda failed: items.put_nowait(None if failed.cancelled() else failed.result())
-            )
-        self._open.add(items)
-        pump = asyncio.create_task(self._pump(message, items))
+        if held is not None:
+            message.ticket.CopyFrom(ticket_to_wire(held.ticket))
+        call = PrefillCall(held)
+        self._open[call] = None
+        pump = asyncio.create_task(self._pump(message, call))
         try:
-            while (item := await items.get()) is not None:  # ends with the call, at the latest with the worker
-                if isinstance(item, PdserveError):
-                    raise item
-                yield item
+            yield call
         finally:
-            self._open.discard(items)
+            del self._open[call]
             pump.cancel()
 
-    async def _pump(self, message: prefill_pb2.PrefillRequest, items: asyncio.Queue[_Item]) -> None:
+    async def _pump(self, message: prefill_pb2.PrefillRequest, call: PrefillCall) -> None:
         try:
             async for response in self._stub.Prefill(message):
-                items.put_nowait(_event(response))
+                call.take(response)
+            call.fail(LegFailed(f"{self._worker} ended the call early"))
         except grpc.aio.AioRpcError as failure:
-            items.put_nowait(self._error(failure))
+            call.fail(self._error(failure))
         except Exception as error:  # root of the task: a closed channel raises what it likes
-            items.put_nowait(WorkerLost(f"{self._worker}: {error}"))
-        else:
-            items.put_nowait(None)
+            call.fail(WorkerLost(f"{self._worker}: {error}"))
 
     def _error(self, failure: grpc.aio.AioRpcError) -> PdserveError:
         error = rpc.error_of(failure)
-        if type(error) is not Unavailable:
-            return error
-        return WorkerLost(f"the worker was lost, send the request again ({self._worker}: {error})")
+        return WorkerLost(f"{self._worker}: {error}") if type(error) is Unavailable else error
 
     def fail(self, error: PdserveError) -> None:
         """End every open call, and refuse new ones, with `error`."""
         self._lost = error
-        for items in self._open:
-            items.put_nowait(error)
-
-
-def _event(response: prefill_pb2.PrefillResponse) -> Sampled | Pushed:
-    if response.HasField("sampled"):
-        sampled = response.sampled
-        return Sampled(token_from_wire(sampled.token), sampled.computed_tokens, sampled.cached_tokens)
-    return Pushed(response.pushed.kv_bytes, response.pushed.payloads)
+        for call in list(self._open):
+            call.fail(error)

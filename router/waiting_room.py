@@ -1,6 +1,8 @@
-"""The bounded queue of a router: requests wait here, by priority and then by age, until a place is found for them.
+"""The bounded queue of a router: requests wait here until a place is found for them.
 
-Only the first in line may try; whoever changes something that could let it in pokes the room.
+Order: priority, then those that go on after a fault before new ones, then age. A request keeps the age of its first
+arrival over all attempts. Only the first in line may try; whoever changes something that could let it in pokes the
+room.
 """
 
 import asyncio
@@ -13,18 +15,27 @@ from pdserve.errors import QueueFull
 RETRY_AFTER_S = 1.0
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A request's right to a place in line."""
+
+    priority: int
+    age: int
+
+
 @dataclass(order=True)
 class Seat:
     """A place in line."""
 
     priority: int
+    is_new: bool
     age: int
     poked: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
     has_left: bool = field(default=False, compare=False)
 
 
 class WaitingRoom:
-    """A line of at most `limit` seats."""
+    """A line of at most `limit` new requests; resumed ones are let in whatever its length."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -35,11 +46,15 @@ class WaitingRoom:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def enter(self, priority: int) -> Seat:
+    def arrive(self, priority: int) -> Arrival:
+        """A request comes for the first time."""
+        return Arrival(priority, next(self._ages))
+
+    def enter(self, arrival: Arrival, *, resumes: bool) -> Seat:
         """Take a seat. Raises QueueFull."""
-        if self._num_waiting >= self._limit:
+        if self._num_waiting >= self._limit and not resumes:
             raise QueueFull(f"{self._num_waiting} requests wait already, the limit is {self._limit}", RETRY_AFTER_S)
-        seat = Seat(priority, next(self._ages))
+        seat = Seat(arrival.priority, not resumes, arrival.age)
         heapq.heappush(self._line, seat)
         self._num_waiting += 1
         self.poke()

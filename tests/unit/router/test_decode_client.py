@@ -57,7 +57,7 @@ async def connected() -> AsyncIterator[tuple[DecodeClient, Script]]:
     port = rpc.listen(server, "127.0.0.1", 0)
     await server.start()
     async with rpc.channel(f"127.0.0.1:{port}") as channel:
-        client = DecodeClient(WorkerId("decode-0"), channel)
+        client = DecodeClient(WorkerId("decode-0"), "router-7", channel)
         running = asyncio.create_task(client.run())
         running.add_done_callback(
             lambda done: client.fail(WorkerLost(str(done.exception() if not done.cancelled() else "")))
@@ -71,15 +71,17 @@ async def connected() -> AsyncIterator[tuple[DecodeClient, Script]]:
 
 
 async def collect(client: DecodeClient, ticket: HeldTicket) -> list[int]:
-    return [step.token.token_id async for step in client.decode(ticket, Token(0, 100))]
+    client.adopt(ticket, Token(0, 100))
+    return [step.token.token_id async for step in client.tokens(ticket, Token(0, 100))]
 
 
 async def test_reserve_decode_release_in_order() -> None:
     async with connected() as (client, script):
         granting = asyncio.create_task(script.grant(5))
-        async with client.reserve(REQUEST) as ticket:
+        async with client.reserve(REQUEST, whole=False) as ticket:
             await granting
             assert (ticket.ticket.counter, ticket.ticket.incarnation) == (5, "inc")
+            assert client.held_tickets() == [(ticket.ticket, "label")]
             script.tokens(5, 1, 2)
             script.tokens(5, 3, finish="length")
             assert await collect(client, ticket) == [101, 102, 103]
@@ -91,7 +93,7 @@ async def test_reserve_decode_release_in_order() -> None:
 async def test_a_gap_in_the_token_numbers_is_an_error() -> None:
     async with connected() as (client, script):
         granting = asyncio.create_task(script.grant(5))
-        async with client.reserve(REQUEST) as ticket:
+        async with client.reserve(REQUEST, whole=False) as ticket:
             await granting
             script.tokens(5, 1, 3)
             with pytest.raises(ProtocolError, match="token 3 came after token 1"):
@@ -109,7 +111,7 @@ async def test_a_refusal_is_the_workers_own_error() -> None:
 
         refusing = asyncio.create_task(refuse())
         with pytest.raises(NoCapacity, match="7 KV pages"):
-            async with client.reserve(REQUEST):
+            async with client.reserve(REQUEST, whole=False):
                 pass
         await refusing
 
@@ -117,23 +119,23 @@ async def test_a_refusal_is_the_workers_own_error() -> None:
 async def test_when_the_stream_ends_everything_fails_at_once() -> None:
     async with connected() as (client, script):
         granting = asyncio.create_task(script.grant(5))
-        async with client.reserve(REQUEST) as ticket:
+        async with client.reserve(REQUEST, whole=False) as ticket:
             await granting
             decoding = asyncio.create_task(collect(client, ticket))
-            reserving = asyncio.create_task(client.reserve(REQUEST).__aenter__())
+            reserving = asyncio.create_task(client.reserve(REQUEST, whole=False).__aenter__())
             await asyncio.sleep(0.05)
             script.say.put_nowait(None)
             for task in (decoding, reserving):
                 with pytest.raises(WorkerLost):
                     await asyncio.wait_for(task, 2)
         with pytest.raises(WorkerLost):
-            async with client.reserve(REQUEST):
+            async with client.reserve(REQUEST, whole=False):
                 pass
 
 
 async def test_a_ticket_granted_to_somebody_who_left_is_released() -> None:
     async with connected() as (client, script):
-        reserving = asyncio.create_task(client.reserve(REQUEST).__aenter__())
+        reserving = asyncio.create_task(client.reserve(REQUEST, whole=False).__aenter__())
         reserve = await script.heard.get()
         reserving.cancel()
         await asyncio.gather(reserving, return_exceptions=True)

@@ -17,6 +17,7 @@ class Client:
     def __init__(self, load: int = 0) -> None:
         self.queued_tokens = load
         self.num_tickets = load
+        self.num_resuming = 0
 
 
 def info(id: str, role: Role, model: str = "f") -> WorkerInfo:
@@ -33,32 +34,52 @@ def decode(id: str, load: int, model: str = "f") -> DecodePeer:
     return DecodePeer(info(id, "decode", model), Client(load), worker_pb2.WatchResponse())  # type: ignore[arg-type]
 
 
+def opened(prefills: list[PrefillPeer], *, resumes: bool = False) -> list[str]:
+    return [peer.info.id for peer in open_prefills(prefills, 256, resumes=resumes)]
+
+
 def ids(pair: tuple[PrefillPeer, DecodePeer] | None) -> tuple[str, str] | None:
     return pair and (pair[0].info.id, pair[1].info.id)
 
 
 def test_the_least_loaded_of_each() -> None:
     prefills = [prefill("p0", 300, "d0", "d1"), prefill("p1", 20, "d0", "d1")]
-    assert ids(choose(prefills, [decode("d0", 4), decode("d1", 3)], 256, ())) == ("p1", "d1")
+    assert opened(prefills) == ["p1", "p0"]
+    assert ids(choose(prefills, [decode("d0", 4), decode("d1", 3)], ())) == ("p0", "d1")
 
 
 def test_a_prefill_worker_without_links_is_passed_over() -> None:
     prefills = [prefill("p0", 0), prefill("p1", 500, "d0")]
-    assert ids(choose(prefills, [decode("d0", 4)], 256, ())) == ("p1", "d0")
+    assert ids(choose(prefills, [decode("d0", 4)], ())) == ("p1", "d0")
 
 
 def test_whoever_refused_is_passed_over() -> None:
     prefills = [prefill("p0", 0, "d0"), prefill("p1", 10, "d0", "d1")]
-    assert ids(choose(prefills, [decode("d0", 0), decode("d1", 9)], 256, {Incarnation("d0!")})) == ("p1", "d1")
+    assert ids(choose(prefills, [decode("d0", 0), decode("d1", 9)], {Incarnation("d0!")})) == ("p1", "d1")
 
 
 def test_two_chunk_budgets_are_enough() -> None:
-    assert ids(choose([prefill("p0", 513, "d0")], [decode("d0", 0)], 256, ())) is None
-    assert [peer.info.id for peer in open_prefills([prefill("a", 512), prefill("b", 513)], 256)] == ["a"]
+    assert opened([prefill("a", 512), prefill("b", 513)]) == ["a"]
+
+
+def test_only_two_resumed_prompts_at_a_time_on_a_prefill_worker() -> None:
+    busy, free = prefill("a", 0), prefill("b", 0)
+    busy.client.num_resuming, free.client.num_resuming = 2, 1
+    assert opened([busy, free], resumes=True) == ["b"]
+    assert opened([busy, free]) == ["a", "b"]
+
+
+def test_who_is_draining_gets_nothing_new() -> None:
+    leaving, staying = prefill("a", 0, "d0", "d1"), prefill("b", 9, "d0", "d1")
+    leaving.beat.draining = True
+    assert opened([leaving, staying]) == ["b"]
+    decodes = [decode("d0", 0), decode("d1", 9)]
+    decodes[0].beat.draining = True
+    assert ids(choose([staying], decodes, ())) == ("b", "d1")
 
 
 def test_another_model_is_no_pair() -> None:
-    assert choose([prefill("p0", 0, "d0")], [decode("d0", 0, model="g")], 256, ()) is None
+    assert choose([prefill("p0", 0, "d0")], [decode("d0", 0, model="g")], ()) is None
 
 
 def test_what_others_queued_counts_and_what_we_had_queued_at_the_beat_does_not() -> None:
