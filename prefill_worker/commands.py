@@ -6,7 +6,7 @@ The asyncio side submits commands; the engine's thread answers with one `StepUpd
 from dataclasses import dataclass, field
 
 from pdserve.errors import PdserveError
-from pdserve.request import Ticket, Token, WorkRequest
+from pdserve.request import Incarnation, Ticket, Token, WorkRequest
 from transport.base import SendLink, SendSlot
 
 
@@ -35,16 +35,38 @@ class PushEnded:
     problem: PdserveError | None = None
 
 
-Command = Start | Cancel | PushEnded
+@dataclass(frozen=True)
+class Abort:
+    """Decode wants nothing more of this ticket; an unknown one is no error."""
+
+    incarnation: Incarnation
+    counter: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """From now on refuse new calls; those that are there go on."""
+
+
+@dataclass(frozen=True)
+class Expel:
+    """Fail every call that is left."""
+
+    error: PdserveError
+
+
+Command = Start | Cancel | PushEnded | Abort | Drain | Expel
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The first token of a call, and how many prompt tokens were computed for it."""
+    """The first token of a call, and how many prompt tokens were computed for it, or taken from the cache."""
 
     call: int
     token: Token
     computed_tokens: int
+    cached_tokens: int
 
 
 @dataclass(frozen=True)

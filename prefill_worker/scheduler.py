@@ -1,14 +1,21 @@
-"""Which prompt tokens the next step computes: first come, first served, under a token budget. Plain Python.
+"""Which prompt tokens the next pass computes: first come, first served, under a token budget. Plain Python.
 
-    waiting ──(pages taken)──> computing ──(last chunk)──> computed
+    waiting ──(pages taken, known prefix pinned)──> computing ──(last chunk)──> computed
 
-A chunk is a run of consecutive prompt tokens of one sequence; a step computes chunks of at most `budget` tokens.
+A chunk is a run of consecutive prompt tokens of one sequence; a pass computes chunks of at most `budget` tokens. All
+but a prompt's last one end where a page ends. Before each of its chunks a prompt takes over the pages that others have
+published meanwhile; if the page that it needs next is in the very plan that is being made, it waits for the next one.
+So prompts that arrive together compute what they share once.
+
+A prompt takes all its pages at once: two that hold half of what they need could wait for each other for ever.
 """
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.pages import PagePool
+from engine.prefix import prompt_hashes
+from pdserve.errors import NoCapacity
 from pdserve.request import WorkRequest
 
 
@@ -18,36 +25,34 @@ class Prompt:
 
     call: int
     request: WorkRequest
+    hashes: Sequence[bytes]  # of its whole pages
     page_ids: list[int] = field(default_factory=list)
-    num_computed: int = 0
+    num_ready: int = 0  # tokens whose KV is in the pages
+    num_cached: int = 0  # of them, not computed for this prompt
 
     @property
     def length(self) -> int:
-        """Tokens to compute in all."""
+        """Tokens in all."""
         return len(self.request.token_ids)
 
     @property
     def is_computed(self) -> bool:
         """Whether all KV of the prompt is in the pages."""
-        return self.num_computed == self.length
+        return self.num_ready == self.length
 
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """The next `num_tokens` tokens of a prompt."""
+    """The next tokens of a prompt, `start` up to `end`."""
 
     prompt: Prompt
-    num_tokens: int
-
-    @property
-    def start(self) -> int:
-        """Position of the first token, before `advance`."""
-        return self.prompt.num_computed
+    start: int
+    end: int
 
     @property
     def is_last(self) -> bool:
         """Whether the prompt is computed after this chunk."""
-        return self.start + self.num_tokens == self.prompt.length
+        return self.end == self.prompt.length
 
 
 class PrefillScheduler:
@@ -56,17 +61,21 @@ class PrefillScheduler:
     def __init__(self, pool: PagePool, page_tokens: int, budget: int) -> None:
         self._pool = pool
         self._page_tokens = page_tokens
-        self._budget = budget
-        self._queue: deque[Prompt] = deque()
+        self._budget = max(budget, page_tokens)
+        self._queue: list[Prompt] = []
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that wait to be computed."""
-        return sum(prompt.length - prompt.num_computed for prompt in list(self._queue))
+        """Prompt tokens that wait to be computed; from any thread."""
+        return sum(prompt.length - prompt.num_ready for prompt in list(self._queue))
 
-    def add(self, prompt: Prompt) -> None:
-        """Put a prompt at the end of the queue."""
-        self._queue.append(prompt)
+    def add(self, call: int, request: WorkRequest) -> Prompt:
+        """Put a prompt at the end of the queue; a resumed one before those that have delivered nothing yet."""
+        hashes = prompt_hashes((*request.token_ids, 0), self._page_tokens)  # one more token: of the last page as well
+        prompt = Prompt(call, request, hashes)
+        is_resumed = [bool(each.request.num_emitted) for each in self._queue]
+        self._queue.insert(sum(is_resumed) if request.num_emitted else len(is_resumed), prompt)
+        return prompt
 
     def remove(self, prompt: Prompt) -> None:
         """Take a prompt out, wherever it is; its pages stay its own."""
@@ -74,28 +83,65 @@ class PrefillScheduler:
             self._queue.remove(prompt)
 
     def schedule(self) -> list[PlannedChunk]:
-        """The chunks of the next step, oldest prompt first; empty when nothing waits or no page is free."""
+        """The chunks of the next pass, oldest prompt first; empty when nothing waits or no page is free.
+
+        The plan before must be through: `advance`, or dropped.
+        """
         plan: list[PlannedChunk] = []
-        budget = self._budget
+        budget, has_room = self._budget, True
+        coming: set[bytes] = set()  # pages that this plan computes
         for prompt in self._queue:
-            if budget == 0 or not self._has_pages(prompt):
+            wanted = prompt.hashes[prompt.num_ready // self._page_tokens : (prompt.length - 1) // self._page_tokens]
+            known = len(self._pool.find(wanted))
+            end = self._chunk_end(prompt, known, budget)
+            if end is None:
                 break
-            num_tokens = min(budget, prompt.length - prompt.num_computed)
-            plan.append(PlannedChunk(prompt, num_tokens))
-            budget -= num_tokens
+            if not coming.isdisjoint(wanted[known : known + 1]) or not (has_room or prompt.page_ids):
+                continue
+            if not self._take_over(prompt, known):
+                has_room = False  # nobody overtakes the first one that waits for pages
+                continue
+            plan.append(PlannedChunk(prompt, prompt.num_ready, end))
+            budget -= end - prompt.num_ready
+            coming.update(prompt.hashes[prompt.num_ready // self._page_tokens : end // self._page_tokens])
         return plan
 
-    def _has_pages(self, prompt: Prompt) -> bool:
-        num_pages = -(-prompt.length // self._page_tokens)
-        if not prompt.page_ids and num_pages <= self._pool.available:
-            prompt.page_ids = self._pool.take(num_pages, prompt.call)
-        return bool(prompt.page_ids)
+    def _chunk_end(self, prompt: Prompt, known: int, budget: int) -> int | None:
+        """Where the next chunk ends if `known` pages need not be computed; None if the budget leaves none."""
+        start = prompt.num_ready + known * self._page_tokens
+        if start + budget >= prompt.length:
+            return prompt.length if budget else None
+        end = (start + budget) // self._page_tokens * self._page_tokens
+        return end if end > start else None
 
-    def advance(self, plan: list[PlannedChunk]) -> list[Prompt]:
-        """Note that a plan was computed; returns the prompts that are complete, in the order of their logits."""
+    def _take_over(self, prompt: Prompt, known: int) -> bool:
+        """Hold the next `known` pages together with others; the first time take all the rest. False: no room."""
+        first = prompt.num_ready // self._page_tokens
+        if prompt.page_ids:
+            own = slice(first, first + known)
+            self._pool.give_back(prompt.page_ids[own], prompt.call)
+            prompt.page_ids[own] = self._pool.reserve(prompt.hashes[own], known, prompt.call)
+        elif not self._take_pages(prompt, known):
+            return False
+        prompt.num_ready += known * self._page_tokens
+        prompt.num_cached += known * self._page_tokens
+        return True
+
+    def _take_pages(self, prompt: Prompt, known: int) -> bool:
+        num_pages = -(-prompt.length // self._page_tokens)
+        try:
+            pinned = self._pool.reserve(prompt.hashes[:known], num_pages, prompt.call)
+        except NoCapacity:
+            return False
+        prompt.page_ids = [*pinned, *self._pool.take_promised(num_pages - known, prompt.call)]
+        return True
+
+    def advance(self, plan: Sequence[PlannedChunk]) -> None:
+        """Note that a plan was computed: its whole pages can be found from now on."""
         for chunk in plan:
-            chunk.prompt.num_computed += chunk.num_tokens
-        complete = [chunk.prompt for chunk in plan if chunk.prompt.is_computed]
-        for prompt in complete:
-            self._queue.remove(prompt)
-        return complete
+            prompt = chunk.prompt
+            for index in range(chunk.start // self._page_tokens, chunk.end // self._page_tokens):
+                self._pool.publish(prompt.page_ids[index], prompt.hashes[index])
+            prompt.num_ready = chunk.end
+            if prompt.is_computed:
+                self.remove(prompt)

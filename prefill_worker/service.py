@@ -6,15 +6,17 @@ Leaving the call for any reason (router gone, cancelled, failed) submits `Cancel
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import grpc.aio
 
 from pdserve import rpc
-from pdserve.errors import LinkDown, PdserveError, Unavailable
+from pdserve.errors import LegFailed, LinkDown, PdserveError, ProtocolError
+from pdserve.handover import PageRun
 from pdserve.internal.v1 import prefill_pb2, prefill_pb2_grpc
 from pdserve.request import Ticket
 from pdserve.wire import request_from_wire, ticket_from_wire, token_to_wire
-from prefill_worker.commands import Cancel, Command, Done, Failed, Push, PushEnded, Sampled, Start, StepUpdate
+from prefill_worker.commands import Abort, Cancel, Command, Done, Failed, Push, PushEnded, Sampled, Start, StepUpdate
 from transport.base import SendLink, SendLinks
 
 LINK_WAIT_S = 3.0  # a decode worker that has just registered gets its link within this time
@@ -53,6 +55,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         await self._links.wait_up(ticket.worker, LINK_WAIT_S)
         return self._links.link(ticket.worker, ticket.incarnation)
 
+    async def watch_aborts(self) -> None:
+        """Bring what decode workers want nothing more of to the engine, until cancelled."""
+        async for incarnation, meta, reason in self._links.aborts():
+            with suppress(ProtocolError):  # an abort that names no ticket ends none
+                self._submit(Abort(incarnation, PageRun.unpack(meta).counter, reason))
+
     def deliver(self, update: StepUpdate) -> None:
         """Take an update of the engine, on the event loop."""
         for order in update.pushes:
@@ -79,7 +87,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         problem: PdserveError | None = None
         try:
             if not await landed:  # bounded by the link's own operation timeout
-                problem = Unavailable("decode scrapped a payload: the ticket is dead")
+                problem = LegFailed("decode scrapped a payload: the ticket is dead")
         except LinkDown as error:
             problem = error
         self._submit(PushEnded(call, problem))
@@ -89,8 +97,9 @@ async def _answer(events: asyncio.Queue[_Event], context: _Context) -> None:
     """Write what the engine says until it is done; ends with the call at the latest."""
     while True:
         match await events.get():
-            case Sampled(_, token, computed):
-                sampled = prefill_pb2.Sampled(token=token_to_wire(token), computed_tokens=computed)
+            case Sampled(_, token, computed, cached):
+                first = token_to_wire(token)
+                sampled = prefill_pb2.Sampled(token=first, computed_tokens=computed, cached_tokens=cached)
                 await context.write(prefill_pb2.PrefillResponse(sampled=sampled))
             case Done(_, kv_bytes, payloads):
                 pushed = prefill_pb2.Pushed(kv_bytes=kv_bytes, payloads=payloads)

@@ -1,66 +1,149 @@
-"""First come, first served, under a token budget."""
+"""First come, first served, under a token budget; what prompts share is computed once."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.pages import PagePool
 from pdserve.request import Sampling, WorkRequest
-from prefill_worker.scheduler import PrefillScheduler, Prompt
+from prefill_worker.scheduler import PlannedChunk, PrefillScheduler, Prompt
+
+PAGE = 16
+Chunks = list[tuple[int, int, int]]
 
 
-def prompt(call: int, length: int) -> Prompt:
-    return Prompt(call, WorkRequest("", tuple(range(length)), length, Sampling(), max_tokens=4))
+def work(token_ids: range | tuple[int, ...], *, num_emitted: int = 0) -> WorkRequest:
+    return WorkRequest("", tuple(token_ids), len(token_ids) - num_emitted, Sampling(), max_tokens=4)
 
 
-def test_a_step_fills_its_budget_in_order_of_arrival() -> None:
-    scheduler = PrefillScheduler(PagePool(100), page_tokens=16, budget=64)
-    first, second, third = prompt(1, 40), prompt(2, 40), prompt(3, 10)
-    for each in (first, second, third):
-        scheduler.add(each)
-    plan = scheduler.schedule()
-    assert [(chunk.prompt.call, chunk.start, chunk.num_tokens, chunk.is_last) for chunk in plan] == [
-        (1, 0, 40, True),
-        (2, 0, 24, False),
-    ]
-    assert scheduler.advance(plan) == [first]
-    assert scheduler.queued_tokens == 26
-    plan = scheduler.schedule()
-    assert [(chunk.prompt.call, chunk.start, chunk.num_tokens) for chunk in plan] == [(2, 24, 16), (3, 0, 10)]
-    assert scheduler.advance(plan) == [second, third]
-    assert scheduler.schedule() == []
+def own(call: int, length: int) -> WorkRequest:
+    """A prompt that shares nothing."""
+    return work(range(1000 * call, 1000 * call + length))
 
 
-def test_without_pages_the_oldest_waits_and_nobody_overtakes() -> None:
-    pool = PagePool(4)
-    held = pool.take(2, "held")
-    scheduler = PrefillScheduler(pool, page_tokens=16, budget=64)
-    big, small = prompt(1, 64), prompt(2, 5)
-    scheduler.add(big)
-    scheduler.add(small)
-    assert scheduler.schedule() == []
-    pool.give_back(held, "held")
-    assert [chunk.prompt for chunk in scheduler.schedule()] == [big]
+def scheduler(budget: int = 64, num_pages: int = 1000) -> PrefillScheduler:
+    return PrefillScheduler(PagePool(num_pages), PAGE, budget)
+
+
+def chunks(plan: list[PlannedChunk]) -> Chunks:
+    return [(chunk.prompt.call, chunk.start, chunk.end) for chunk in plan]
+
+
+def run_all(queue: PrefillScheduler) -> list[Chunks]:
+    plans = []
+    while plan := queue.schedule():
+        plans.append(chunks(plan))
+        queue.advance(plan)
+    assert queue.queued_tokens == 0
+    return plans
+
+
+def test_a_pass_fills_its_budget_in_order_of_arrival() -> None:
+    queue = scheduler()
+    for call, length in enumerate((40, 40, 10)):
+        queue.add(call, own(call, length))
+    plan = queue.schedule()
+    assert [chunk.is_last for chunk in plan] == [True, False]
+    assert chunks(plan) == [(0, 0, 40), (1, 0, 16)], "a chunk that is not the last one ends where a page ends"
+    queue.advance(plan)
+    assert queue.queued_tokens == 34
+    assert run_all(queue) == [[(1, 16, 40), (2, 0, 10)]]
+
+
+def test_resumed_prompts_go_before_new_ones_in_their_own_order() -> None:
+    queue = scheduler(budget=16)
+    queue.add(0, own(0, 16))
+    for call in (1, 2):
+        queue.add(call, work(range(call * 100, call * 100 + 16), num_emitted=3))
+    assert run_all(queue) == [[(1, 0, 16)], [(2, 0, 16)], [(0, 0, 16)]]
+
+
+def test_without_pages_the_oldest_waits_and_nobody_overtakes_but_who_has_pages_goes_on() -> None:
+    pool = PagePool(6)
+    queue = PrefillScheduler(pool, PAGE, budget=16)
+    first = queue.add(0, own(0, 48))
+    queue.advance(queue.schedule())
+    queue.add(1, work(range(100, 164), num_emitted=3))  # resumed: ahead, but there is no room for its 4 pages
+    queue.add(2, own(2, 5))
+    assert chunks(queue.schedule()) == [(0, 16, 32)]
+    queue.remove(first)
+    pool.give_back(first.page_ids, 0)
+    assert chunks(queue.schedule()) == [(1, 0, 16)]
 
 
 def test_a_removed_prompt_is_not_computed() -> None:
-    scheduler = PrefillScheduler(PagePool(100), page_tokens=16, budget=64)
-    first, second = prompt(1, 100), prompt(2, 8)
-    scheduler.add(first)
-    scheduler.add(second)
-    scheduler.advance(scheduler.schedule())
-    scheduler.remove(first)
-    scheduler.remove(first)
-    assert [chunk.prompt for chunk in scheduler.schedule()] == [second]
+    queue = scheduler()
+    first = queue.add(1, own(1, 100))
+    queue.add(2, own(2, 8))
+    queue.advance(queue.schedule())
+    queue.remove(first)
+    queue.remove(first)
+    assert run_all(queue) == [[(2, 0, 8)]]
 
 
-@given(lengths=st.lists(st.integers(1, 200), max_size=12), budget=st.integers(1, 97))
-def test_every_token_is_computed_once_and_in_order(lengths: list[int], budget: int) -> None:
-    scheduler = PrefillScheduler(PagePool(1000), page_tokens=16, budget=budget)
-    done: list[int] = []
-    for call, length in enumerate(lengths):
-        scheduler.add(prompt(call, length))
-    while plan := scheduler.schedule():
-        assert sum(chunk.num_tokens for chunk in plan) <= budget
-        done += [each.call for each in scheduler.advance(plan)]
-    assert done == list(range(len(lengths)))
-    assert scheduler.queued_tokens == 0
+def test_what_is_shared_is_computed_once_though_all_arrive_together() -> None:
+    queue = scheduler(budget=64, num_pages=100)
+    prompts = [queue.add(call, work((*range(80), 500 + call, 7))) for call in range(5)]
+    other = queue.add(9, own(9, 20))
+    plans = run_all(queue)
+    assert plans[0] == [(0, 0, 64)]
+    assert plans[1] == [(0, 64, 82), (9, 0, 20)], "others behind go on"
+    assert plans[2] == [(call, 80, 82) for call in range(1, 5)]
+    assert [prompt.num_cached for prompt in (*prompts, other)] == [0, 80, 80, 80, 80, 0]
+    assert len({tuple(prompt.page_ids[:5]) for prompt in prompts}) == 1
+
+
+def test_a_prompt_takes_over_what_another_has_computed_meanwhile() -> None:
+    pool = PagePool(100)
+    queue = PrefillScheduler(pool, PAGE, budget=32)
+    first = queue.add(0, work((*range(96), 300)))
+    queue.advance(queue.schedule())
+    second = queue.add(1, work((*range(96), 301), num_emitted=1))  # goes first now
+    queue.advance(queue.schedule())
+    assert (second.num_cached, second.num_ready, first.num_ready) == (32, 64, 32)
+    plans = run_all(queue)
+    assert plans == [[(1, 64, 96)], [(1, 96, 97), (0, 96, 97)]]
+    assert (first.num_cached, second.num_cached) == (64, 32)
+    assert first.page_ids[:6] == second.page_ids[:6]
+    assert pool.audit([(0, first.page_ids), (1, second.page_ids)], 0) == []
+
+
+def test_the_last_token_is_computed_even_when_all_is_known() -> None:
+    queue = scheduler()
+    queue.add(0, work(range(64)))
+    run_all(queue)
+    twin, longer = queue.add(1, work(range(64))), queue.add(2, work(range(65)))
+    assert run_all(queue) == [[(1, 48, 64), (2, 64, 65)]]
+    assert (twin.num_cached, longer.num_cached) == (48, 64)
+
+
+def test_a_prompt_that_waits_for_pages_of_others_holds_none() -> None:
+    pool = PagePool(8)
+    queue = PrefillScheduler(pool, PAGE, budget=64)
+    prompts: list[Prompt] = [queue.add(call, work((*range(64), 100 + call))) for call in range(4)]
+    plan = queue.schedule()
+    assert [len(prompt.page_ids) for prompt in prompts] == [5, 0, 0, 0]
+    queue.advance(plan)
+    assert chunks(queue.schedule()) == [(call, 64, 65) for call in range(4)], "8 pages are enough for all"
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 120)), max_size=10),
+    budget=st.integers(1, 97),
+    num_pages=st.integers(8, 40),
+)
+def test_every_token_is_computed_once_or_cached(prompts: list[tuple[int, int]], budget: int, num_pages: int) -> None:
+    pool = PagePool(num_pages)
+    queue = PrefillScheduler(pool, PAGE, budget)
+    waiting = [queue.add(call, work(range(1000 * kind, 1000 * kind + n))) for call, (kind, n) in enumerate(prompts)]
+    computed = dict.fromkeys(range(len(prompts)), 0)
+    while plan := queue.schedule():
+        assert sum(chunk.end - chunk.start for chunk in plan) <= max(budget, PAGE)
+        queue.advance(plan)
+        for chunk in plan:
+            computed[chunk.prompt.call] += chunk.end - chunk.start
+            if chunk.is_last:
+                pool.give_back(chunk.prompt.page_ids, chunk.prompt.call)
+                chunk.prompt.page_ids = []
+        assert pool.audit([(prompt.call, prompt.page_ids) for prompt in waiting], 0) == []
+    assert all(computed[prompt.call] + prompt.num_cached == prompt.length == prompt.num_ready for prompt in waiting)
+    assert queue.queued_tokens == 0
