@@ -15,6 +15,8 @@ class Reserve:
     stream: int  # of the router that asks: its tickets end with it
     call: int
     request: WorkRequest
+    whole: bool = False  # room for all that may come, as a resumed request gets it; else for the next tokens
+    router: str = ""  # for the ledger
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,19 @@ class GaveUp:
     error: PdserveError
 
 
-Command = Reserve | Decode | Release | StreamGone | Landed | GaveUp
+@dataclass(frozen=True)
+class Drain:
+    """From now on refuse new work; what is there runs on."""
+
+
+@dataclass(frozen=True)
+class Expel:
+    """End all tickets with this error: their routers resume them elsewhere."""
+
+    error: PdserveError
+
+
+Command = Reserve | Decode | Release | StreamGone | Landed | GaveUp | Drain | Expel
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,14 @@ class TicketFailed:
     error: PdserveError
 
 
+@dataclass(frozen=True)
+class Ended:
+    """The ticket is gone; `aborted` tells prefill why nothing more is wanted, "" when it had all its pages."""
+
+    counter: int
+    aborted: str
+
+
 @dataclass
 class StepUpdate:
     """All that one step brought."""
@@ -95,6 +117,7 @@ class StepUpdate:
     reserved: list[Reserved] = field(default_factory=list)
     emitted: list[Emitted] = field(default_factory=list)
     failed: list[TicketFailed] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.reserved or self.emitted or self.failed)
+        return bool(self.reserved or self.emitted or self.failed or self.ended)

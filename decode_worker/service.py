@@ -1,6 +1,7 @@
 """The gRPC face of a decode worker: one bidirectional stream per router, and the receiving end of its links.
 
-Commands of a stream are submitted in order. When the stream ends, however it ends, all its tickets end with it.
+Commands of a stream are submitted in order. When the stream ends, however it ends, all its tickets end with it. A
+ticket that ends before its last page has landed is aborted on the link that its pages come on.
 """
 
 import asyncio
@@ -10,10 +11,10 @@ from contextlib import suppress
 
 import grpc.aio
 
-from decode_worker.commands import Command, Decode, GaveUp, Landed, Release, Reserve, StepUpdate, StreamGone
+from decode_worker.commands import Command, Decode, Ended, GaveUp, Landed, Release, Reserve, StepUpdate, StreamGone
 from decode_worker.outbox import Event, Outbox
 from pdserve import rpc
-from pdserve.errors import LinkDown, ProtocolError, Unavailable
+from pdserve.errors import LegFailed, LinkDown, ProtocolError
 from pdserve.handover import PageRun
 from pdserve.internal.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.wire import request_from_wire, ticket_from_wire, token_from_wire
@@ -25,8 +26,9 @@ _Context = grpc.aio.ServicerContext[decode_pb2.ConnectRequest, decode_pb2.Connec
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Turns a router's stream into commands, and the engine's updates into messages."""
 
-    def __init__(self, submit: Callable[[Command], None]) -> None:
+    def __init__(self, submit: Callable[[Command], None], receiver: "Receiver") -> None:
         self._submit = submit
+        self._receiver = receiver
         self._numbers = itertools.count()
         self._outboxes: dict[int, Outbox] = {}
 
@@ -36,12 +38,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         """Serve one router; see decode.proto."""
         stream = next(self._numbers)
+        router = str(dict(context.invocation_metadata() or ()).get("pdserve-router", ""))
         outbox = self._outboxes[stream] = Outbox()
         writer = asyncio.create_task(_write(outbox, context))
         writer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the reader ends with it
         try:
             async for request in request_iterator:
-                self._submit(_command(stream, request))
+                self._submit(_command(stream, router, request))
         except ProtocolError as error:
             await rpc.abort(context, error)
         finally:
@@ -55,6 +58,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         for event in events:
             if event.stream in self._outboxes:
                 self._outboxes[event.stream].add(event)
+        for ended in update.ended:
+            self._receiver.end(ended)
 
 
 async def _write(outbox: Outbox, context: _Context) -> None:
@@ -63,10 +68,11 @@ async def _write(outbox: Outbox, context: _Context) -> None:
         await context.write(await outbox.take())
 
 
-def _command(stream: int, request: decode_pb2.ConnectRequest) -> Command:
+def _command(stream: int, router: str, request: decode_pb2.ConnectRequest) -> Command:
     match request.WhichOneof("command"):
         case "reserve":
-            return Reserve(stream, request.reserve.call, request_from_wire(request.reserve.request))
+            asked = request.reserve
+            return Reserve(stream, asked.call, request_from_wire(asked.request), asked.whole, router)
         case "decode":
             return Decode(stream, ticket_from_wire(request.decode.ticket), token_from_wire(request.decode.first))
         case "release":
@@ -76,12 +82,13 @@ def _command(stream: int, request: decode_pb2.ConnectRequest) -> Command:
 
 
 class Receiver:
-    """Brings what links offer to the engine."""
+    """Brings what links offer to the engine, and tells prefill what is not wanted any more."""
 
     def __init__(self, submit: Callable[[Command], None], is_live: Callable[[int], bool], links: ReceiveLinks) -> None:
         self._submit = submit
         self._is_live = is_live
         self._links = links
+        self._offers: dict[int, Offer] = {}  # the newest of each live ticket: it knows the link
 
     async def run(self) -> None:
         """Serve offers and ends until cancelled."""
@@ -89,6 +96,12 @@ class Receiver:
             group.create_task(self._watch_ends())
             async for offer in self._links.offers():
                 group.create_task(self._receive(offer))
+
+    def end(self, ended: Ended) -> None:
+        """The engine is through with a ticket."""
+        offer = self._offers.pop(ended.counter, None)
+        if offer is not None and ended.aborted:
+            offer.abort(ended.aborted)
 
     async def _receive(self, offer: Offer) -> None:
         try:
@@ -98,7 +111,9 @@ class Receiver:
             return
         if not self._is_live(run.counter):
             offer.scrap("the ticket is dead")
+            offer.abort("the ticket is dead")
             return
+        self._offers[run.counter] = offer  # before the engine's `Ended`, which is still to come for a live ticket
         offer.land()
         try:
             slot = await offer.landed  # bounded by the link's own operation timeout
@@ -112,4 +127,4 @@ class Receiver:
             with suppress(ProtocolError):  # an end that names no ticket ends none
                 counter = PageRun.unpack(meta).counter
                 if aborted:
-                    self._submit(GaveUp(counter, Unavailable(f"prefill gave up: {aborted}")))
+                    self._submit(GaveUp(counter, LegFailed(f"prefill gave up: {aborted}")))

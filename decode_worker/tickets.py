@@ -3,42 +3,23 @@
     reserved ──pages land──> landed ──Decode(first)──> running ──last token──> gone
        (`Decode` may also come before the last page)        Release, a broken stream or an error end it in any state
 
+A page whose tokens all have their KV is published: others find it, so the next turn of a chat finds this answer.
 Who frees what: `TicketTable.drop` frees a ticket's pages and the rest of its promise, once, whoever asks.
 """
 
-from dataclasses import dataclass, field
+from itertools import islice
 
+from decode_worker import growth
+from decode_worker.commands import Reserve
+from decode_worker.entry import Entry
+from decode_worker.landing import Landing
 from engine.pages import PagePool
-from pdserve.errors import InvalidRequest, ProtocolError, UnknownTicket
+from engine.prefix import ROOT, page_hash, prompt_hashes
+from pdserve.errors import InvalidRequest, NoCapacity, UnknownTicket
 from pdserve.handover import PageRun
+from pdserve.ledger import Ledger
 from pdserve.model_card import KvLayout
-from pdserve.request import Incarnation, Ticket, Token, WorkerId, WorkRequest
-
-
-@dataclass(eq=False)
-class Entry:
-    """One ticket that is alive."""
-
-    ticket: Ticket
-    stream: int
-    request: WorkRequest
-    num_promised: int  # pages not taken yet
-    num_prompt_pages: int
-    page_ids: list[int] = field(default_factory=list)
-    num_landed: int = 0  # prompt pages
-    last: Token | None = None  # the newest token; its KV is not in the pages yet
-    num_steps: int = 0
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the next step can compute a token."""
-        return self.last is not None and self.num_landed == self.num_prompt_pages
-
-    @property
-    def position(self) -> int:
-        """Absolute position of the newest token."""
-        assert self.last is not None
-        return self.request.prompt_length + self.last.number
+from pdserve.request import Incarnation, Ticket, WorkerId, WorkRequest
 
 
 class TicketTable:
@@ -59,21 +40,40 @@ class TicketTable:
         """Whether payloads of this ticket are still wanted; from any thread."""
         return counter in self._entries
 
-    def reserve(self, stream: int, request: WorkRequest) -> Ticket:
-        """Promise pages for all that the request may still become. Raises NoCapacity, InvalidRequest."""
-        num_prompt_pages = self._layout.pages_for(len(request.token_ids))
-        num_pages = self._layout.pages_for(request.max_length - 1)  # the last token's KV is never needed
-        num_pages = max(num_pages, num_prompt_pages)
-        if num_pages > self._pool.counts().total:
-            total = self._pool.counts().total * self._layout.page_tokens
-            raise InvalidRequest(
-                "prompt", f"prompt and completion need {request.max_length} tokens, a worker holds {total}"
-            )
-        self._pool.promise(num_pages)
-        ticket = Ticket(self._worker, self._incarnation, self._next_counter)
+    def reserve(self, asked: Reserve) -> Ticket:
+        """Pin what is cached of the prompt and promise the rest. Raises NoCapacity, InvalidRequest."""
+        request, counter = asked.request, self._next_counter
+        self._check(request)
+        hashes = prompt_hashes(request.token_ids, self._layout.page_tokens)
+        num_pages = growth.wanted_pages(self._layout, request, len(request.token_ids) - 1, whole=asked.whole)
+        pinned = self._pin(hashes, num_pages, asked)
         self._next_counter += 1
-        self._entries[ticket.counter] = Entry(ticket, stream, request, num_pages, num_prompt_pages)
+        ticket = Ticket(self._worker, self._incarnation, counter, len(pinned))
+        landing = Landing(self._layout.pages_for(len(request.token_ids)), self._layout.num_layers, len(pinned))
+        num_promised, known = num_pages - len(pinned), hashes[: len(pinned)]
+        self._entries[counter] = Entry(ticket, asked, landing, pinned, num_promised, list(request.token_ids), known)
         return ticket
+
+    def _check(self, request: WorkRequest) -> None:
+        """What never fits is refused; while the oldest ticket waits for a page, nobody else may take it."""
+        total = self._pool.counts().total
+        if growth.wanted_pages(self._layout, request, len(request.token_ids) - 1, whole=True) > total:
+            held = total * self._layout.page_tokens
+            raise InvalidRequest(
+                "prompt", f"prompt and completion need {request.max_length} tokens, a worker holds {held}"
+            )
+        if any(entry.sits_out for entry in islice(self._entries.values(), 1)):
+            raise NoCapacity(f"the oldest request waits for a page, {self._pool.available} of {total} available")
+
+    def _pin(self, hashes: list[bytes], num_pages: int, asked: Reserve) -> list[int]:
+        """Beside other tickets new work leaves the watermark; alone it may have all."""
+        is_new = not asked.whole and self._entries
+        kept_back = growth.watermark(self._pool.counts().total) if is_new else 0
+        self._pool.promise(kept_back)
+        try:
+            return self._pool.reserve(hashes, num_pages, self._next_counter)
+        finally:
+            self._pool.unpromise(kept_back)
 
     def find(self, counter: int) -> Entry | None:
         """The ticket, if it is alive."""
@@ -82,48 +82,50 @@ class TicketTable:
     def get(self, ticket: Ticket, stream: int) -> Entry:
         """The ticket, which must be alive, of this incarnation, and of this router's stream. Raises UnknownTicket."""
         entry = self._entries.get(ticket.counter)
-        if ticket.incarnation != self._incarnation or entry is None or entry.stream != stream:
+        if ticket.incarnation != self._incarnation or entry is None or entry.asked.stream != stream:
             raise UnknownTicket(f"ticket {ticket.counter} of incarnation {ticket.incarnation} is not alive here")
         return entry
 
-    def adopt(self, stream: int, ticket: Ticket, first: Token, vocab_size: int) -> None:
-        """Let the ticket go on from `first`. Raises UnknownTicket, ProtocolError."""
-        entry = self.get(ticket, stream)
-        is_next = entry.last is None and first.number == entry.request.num_emitted and first.token_id < vocab_size
-        if not is_next or first.finish or first.number + 1 >= entry.request.max_tokens:
-            raise ProtocolError(f"ticket {ticket.counter} cannot go on from {first}, its last token is {entry.last}")
-        entry.last = first
-
     def of_stream(self, stream: int) -> list[Entry]:
         """All tickets of one router."""
-        return [entry for entry in self._entries.values() if entry.stream == stream]
+        return [entry for entry in self._entries.values() if entry.asked.stream == stream]
+
+    def all(self) -> list[Entry]:
+        """Every ticket, the oldest first."""
+        return list(self._entries.values())
 
     def running(self, limit: int) -> list[Entry]:
         """The oldest tickets that can compute a token."""
-        runnable = (entry for entry in self._entries.values() if entry.is_running)
-        return [entry for entry, _ in zip(runnable, range(limit), strict=False)]
+        return list(islice((entry for entry in self._entries.values() if entry.is_running), limit))
 
-    def place(self, entry: Entry, run: PageRun) -> list[int] | None:
-        """Page ids where a landed run belongs, taken from the promise; None if it is not the run that comes next."""
-        if run.first_page != entry.num_landed or run.first_page + run.num_pages > entry.num_prompt_pages:
-            return None
-        entry.num_landed += run.num_pages
-        return self._grow(entry, run.num_pages)
+    def place(self, entry: Entry, run: PageRun) -> list[int]:
+        """Page ids where a landed run belongs. Raises ProtocolError if it is not the run that comes next."""
+        if entry.landing.advance(run):
+            growth.take(entry, run.num_pages, self._pool)
+        return entry.page_ids[run.first_page : run.first_page + run.num_pages]
 
-    def make_room(self, entry: Entry) -> None:
-        """Take one more page from the promise when the newest token begins one."""
-        if entry.position // self._layout.page_tokens == len(entry.page_ids):
-            self._grow(entry, 1)
+    def make_room(self, entry: Entry) -> bool:
+        """Whether there is a page for the newest token."""
+        return growth.make_room(entry, self._pool, self._layout)
 
-    def _grow(self, entry: Entry, num_pages: int) -> list[int]:
-        page_ids = self._pool.take_promised(num_pages, entry.ticket.counter)
-        entry.num_promised -= num_pages
-        entry.page_ids += page_ids
-        return page_ids
+    def publish(self, entry: Entry) -> None:
+        """Let others find the pages whose tokens all have their KV."""
+        size = self._layout.page_tokens
+        for index in range(len(entry.hashes), entry.num_stored(size) // size):
+            parent = entry.hashes[-1] if entry.hashes else ROOT
+            entry.hashes.append(page_hash(parent, entry.token_ids[index * size : (index + 1) * size]))
+            self._pool.publish(entry.page_ids[index], entry.hashes[index])
 
     def drop(self, entry: Entry) -> None:
         """End a ticket: free its pages and what is left of its promise. A second time is no error."""
-        if self._entries.pop(entry.ticket.counter, None) is None:
+        if self._entries.pop(entry.counter, None) is None:
             return
-        self._pool.give_back(entry.page_ids, entry.ticket.counter)
+        self._pool.give_back(entry.page_ids, entry.counter)
         self._pool.unpromise(entry.num_promised)
+
+    def ledger(self) -> Ledger:
+        """Every ticket, and what does not hold."""
+        entries = self.all()
+        held = [(entry.counter, entry.page_ids) for entry in entries]
+        problems = self._pool.audit(held, sum(entry.num_promised for entry in entries))
+        return Ledger(tuple(entry.as_ledger_entry() for entry in entries), tuple(problems))

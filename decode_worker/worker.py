@@ -1,16 +1,20 @@
 """The decode worker's engine: commands in, `step()`, one update out. Runs in one thread; knows no network.
 
-A step obeys its commands in order (reserve, decode, release, landed payloads), then computes one token for every
-running ticket in one batch. Landed payloads are scattered into pages here and nowhere else, so that no forward pass
-ever sees half a page; payloads of dead tickets are dropped.
+A step obeys its commands in order (reserve, decode, release, landed payloads), finds room for the newest token of every
+running ticket, and computes one further token for all of them in one batch. Landed payloads are scattered into pages
+here and nowhere else, so that no forward pass ever sees half a page; payloads of dead tickets are dropped.
 """
 
+import zlib
 from contextlib import suppress
 
 from decode_worker.commands import (
     Command,
     Decode,
+    Drain,
     Emitted,
+    Ended,
+    Expel,
     GaveUp,
     Landed,
     Release,
@@ -20,14 +24,18 @@ from decode_worker.commands import (
     StreamGone,
     TicketFailed,
 )
-from decode_worker.tickets import Entry, TicketTable
+from decode_worker.entry import Entry
+from decode_worker.growth import victim
+from decode_worker.tickets import TicketTable
 from engine.batch import Chunk
 from engine.load import Engine
 from engine.mailbox import Mailbox
 from engine.pages import PageCounts, PagePool
 from engine.sampler import Step, sample
-from pdserve.errors import PdserveError, ProtocolError, UnknownTicket
-from pdserve.request import Incarnation, Token, WorkerId, check
+from pdserve.errors import Draining, LegFailed, PdserveError, Preempted, ProtocolError, UnknownTicket
+from pdserve.handover import NO_CHECKSUM
+from pdserve.ledger import Ledger
+from pdserve.request import Incarnation, WorkerId, check
 
 
 class DecodeWorker:
@@ -39,6 +47,7 @@ class DecodeWorker:
         self._pool = PagePool(engine.cache.num_pages)
         self._tickets = TicketTable(worker, incarnation, self._pool, engine.card.kv_layout)
         self._commands: Mailbox[Command] = Mailbox()
+        self._is_draining = False
         self.is_idle = True  # nothing to do before the next command
 
     def submit(self, command: Command) -> None:
@@ -69,15 +78,19 @@ class DecodeWorker:
         return 0
 
     def page_counts(self) -> PageCounts:
-        """The ledger; from any thread."""
+        """The pages in numbers; from any thread."""
         return self._pool.counts()
 
+    def ledger(self) -> Ledger:
+        """Who holds which pages; between two steps."""
+        return self._tickets.ledger()
+
     def step(self) -> StepUpdate:
-        """Obey, then one token for every running ticket."""
+        """Obey, then one token for every running ticket that has room for it."""
         update = StepUpdate()
         for command in self._commands.drain():
             self._obey(command, update)
-        batch = self._tickets.running(self._max_batch)
+        batch = [entry for entry in self._tickets.running(self._max_batch) if self._find_room(entry, update)]
         if batch:
             self._compute(batch, update)
         self.is_idle = not batch
@@ -90,63 +103,100 @@ class DecodeWorker:
                 update.reserved.append(self._reserve(command))
             case Decode():
                 self._adopt(command, update)
-            case Release(stream, ticket):
-                with suppress(UnknownTicket):  # it has ended by itself, or never was this router's
-                    self._tickets.drop(self._tickets.get(ticket, stream))
-            case StreamGone(stream):
-                for entry in self._tickets.of_stream(stream):
-                    self._tickets.drop(entry)
             case Landed():
                 self._land(command, update)
+            case Drain():
+                self._is_draining = True
+            case _:
+                self._end(command, update)
+
+    def _end(self, command: Release | StreamGone | GaveUp | Expel, update: StepUpdate) -> None:
+        match command:
+            case Release(stream, ticket):
+                with suppress(UnknownTicket):  # it has ended by itself, or never was this router's
+                    self._drop(self._tickets.get(ticket, stream), "its router released it", update)
+            case StreamGone(stream):
+                for entry in self._tickets.of_stream(stream):
+                    self._drop(entry, "its router is gone", update)
             case GaveUp(counter, error):
                 if given_up := self._tickets.find(counter):
                     self._fail(given_up, error, update)
+            case Expel(error):
+                for entry in self._tickets.all():
+                    self._fail(entry, error, update)
 
-    def _reserve(self, command: Reserve) -> Reserved:
+    def _reserve(self, asked: Reserve) -> Reserved:
         try:
-            check(command.request, self._engine.card.vocab_size, self._engine.card.window)
-            return Reserved(command.stream, command.call, self._tickets.reserve(command.stream, command.request))
+            check(asked.request, self._engine.card.vocab_size, self._engine.card.window)
+            if self._is_draining:
+                raise Draining("this decode worker is about to leave and takes no new work")
+            return Reserved(asked.stream, asked.call, self._tickets.reserve(asked))
         except PdserveError as error:
-            return Reserved(command.stream, command.call, error)
+            return Reserved(asked.stream, asked.call, error)
 
     def _adopt(self, command: Decode, update: StepUpdate) -> None:
         try:
-            self._tickets.adopt(command.stream, command.ticket, command.first, self._engine.card.vocab_size)
-        except PdserveError as error:
+            entry = self._tickets.get(command.ticket, command.stream)
+        except UnknownTicket as error:
             update.failed.append(TicketFailed(command.stream, command.ticket.counter, error))
-
-    def _land(self, landed: Landed, update: StepUpdate) -> None:
-        entry = self._tickets.find(landed.run.counter)
-        fits = landed.run.num_pages * self._engine.card.kv_layout.page_bytes == len(landed.slot.buffer)
-        page_ids = self._tickets.place(entry, landed.run) if entry and fits else None
-        if page_ids is not None:
-            self._engine.cache.write_pages(page_ids, landed.slot.buffer)
-        landed.slot.give_back()
-        if entry is not None and page_ids is None:
-            error = ProtocolError(f"pages {landed.run} landed where page {entry.num_landed} was expected")
+            return
+        try:
+            entry.adopt(command.first, self._engine.card.vocab_size)
+        except ProtocolError as error:
             self._fail(entry, error, update)
 
+    def _land(self, landed: Landed, update: StepUpdate) -> None:
+        if entry := self._tickets.find(landed.run.counter):
+            try:
+                self._scatter(entry, landed)
+            except PdserveError as error:
+                self._fail(entry, error, update)
+        landed.slot.give_back()
+
+    def _scatter(self, entry: Entry, landed: Landed) -> None:
+        """Raises ProtocolError, and LegFailed when the bytes are not those that prefill sent."""
+        run, buffer, layout = landed.run, landed.slot.buffer, self._engine.card.kv_layout
+        if run.num_pages * run.num_layers * layout.layer_bytes != len(buffer):
+            raise ProtocolError(f"{run} came with {len(buffer)} bytes")
+        if run.checksum not in (NO_CHECKSUM, zlib.crc32(buffer.cpu().numpy().data)):
+            raise LegFailed(f"the checksum of {run} is wrong: its bytes changed on the way")
+        page_ids = self._tickets.place(entry, run)
+        self._engine.cache.write_pages(page_ids, buffer, range(run.first_layer, run.first_layer + run.num_layers))
+        self._tickets.publish(entry)
+
     def _fail(self, entry: Entry, error: PdserveError, update: StepUpdate) -> None:
+        self._drop(entry, str(error), update)
+        update.failed.append(TicketFailed(entry.asked.stream, entry.counter, error))
+
+    def _drop(self, entry: Entry, why: str, update: StepUpdate) -> None:
         self._tickets.drop(entry)
-        update.failed.append(TicketFailed(entry.stream, entry.ticket.counter, error))
+        update.ended.append(Ended(entry.counter, "" if entry.landing.is_complete else why))
+
+    def _find_room(self, entry: Entry, update: StepUpdate) -> bool:
+        """Whether there is a page for the newest token; for an older ticket's sake this one may have to end."""
+        while self._tickets.is_live(entry.counter) and not self._tickets.make_room(entry):
+            weakest = victim(self._tickets.all())
+            if weakest is None:
+                return False
+            self._preempt(weakest, update)
+        return self._tickets.is_live(entry.counter)
+
+    def _preempt(self, entry: Entry, update: StepUpdate) -> None:
+        pages, counts = f"{len(entry.page_ids)} held and {entry.num_promised} promised", self._pool.counts()
+        older = f"an older request needs a page, {self._pool.available} of {counts.total} available"
+        self._fail(entry, Preempted(f"ticket {entry.counter} gives up its KV pages ({pages}): {older}"), update)
 
     def _compute(self, batch: list[Entry], update: StepUpdate) -> None:
-        for entry in batch:
-            self._tickets.make_room(entry)
         logits = self._engine.runner.run([_as_chunk(entry) for entry in batch])
-        steps = [Step(entry.request, _last(entry).number + 1) for entry in batch]
+        steps = [Step(entry.request, entry.next_number) for entry in batch]
         for entry, token in zip(batch, sample(logits, steps), strict=True):
-            entry.last = token
+            entry.token_ids.append(token.token_id)
             entry.num_steps += 1
-            update.emitted.append(Emitted(entry.stream, entry.ticket.counter, token, entry.num_steps))
+            self._tickets.publish(entry)
+            update.emitted.append(Emitted(entry.asked.stream, entry.counter, token, entry.num_steps))
             if token.finish:
-                self._tickets.drop(entry)
-
-
-def _last(entry: Entry) -> Token:
-    assert entry.last is not None
-    return entry.last
+                self._drop(entry, "", update)
 
 
 def _as_chunk(entry: Entry) -> Chunk:
-    return Chunk([_last(entry).token_id], entry.position, entry.page_ids, sample=True)
+    return Chunk([entry.token_ids[-1]], entry.position, entry.page_ids, sample=True)

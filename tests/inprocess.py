@@ -110,7 +110,7 @@ class InProcess:
         ]
         counts = [worker.page_counts() for worker in workers]
         requests = sum(worker.num_requests for worker in workers)
-        return requests == 0 and all(each.free == each.total and each.promised == 0 for each in counts)
+        return requests == 0 and all(each.in_use == 0 and each.promised == 0 for each in counts)
 
     async def assert_clean(self) -> None:
         """Within a few seconds: a release may still be under way."""
@@ -185,15 +185,16 @@ async def _decode_end(
 ) -> DecodeEnd:
     own = Own(WorkerId(f"decode-{number}"), Incarnation(f"d{number}"), engine.card)
     worker = DecodeWorker(engine, own.worker, own.incarnation, max_batch=64)
-    servicer, server = DecodeServicer(worker.submit), rpc.server()
-    thread: EngineThread[DecodeUpdate] = EngineThread(worker, servicer.deliver)
     links = DecodeLinks(own, config, loopback)
+    receiver = Receiver(worker.submit, worker.is_live, links)
+    servicer, server = DecodeServicer(worker.submit, receiver), rpc.server()
+    thread: EngineThread[DecodeUpdate] = EngineThread(worker, servicer.deliver)
     loopback.add(own.worker, links)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WatchServicer(own.incarnation, thread), server)
     info = WorkerInfo(own.worker, "decode", own.incarnation, await _serve(stack, server), 0, engine.card)
     stack.push_async_callback(links.close)
-    await _background(stack, Receiver(worker.submit, worker.is_live, links).run())
+    await _background(stack, receiver.run())
     return DecodeEnd(info, worker, links, servicer, thread, server)
 
 
@@ -201,7 +202,7 @@ async def _prefill_end(
     stack: AsyncExitStack, number: int, engine: Engine, config: LinkConfig, loopback: Loopback, chunk_tokens: int
 ) -> PrefillEnd:
     own = Own(WorkerId(f"prefill-{number}"), Incarnation(f"p{number}"), engine.card)
-    worker = PrefillWorker(engine, chunk_tokens, config.slot_bytes)
+    worker = PrefillWorker(engine, chunk_tokens, config.slot_bytes, verify_kv=True)
     links = PrefillLinks(own, config, loopback, loopback)
     servicer, server = PrefillServicer(worker.submit, links), rpc.server()
     thread: EngineThread[PrefillUpdate] = EngineThread(worker, servicer.deliver)
@@ -212,4 +213,5 @@ async def _prefill_end(
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WatchServicer(own.incarnation, end), server)
     end.info = WorkerInfo(own.worker, "prefill", own.incarnation, await _serve(stack, server), 0, engine.card)
     stack.push_async_callback(links.close)
+    await _background(stack, servicer.watch_aborts())
     return end
