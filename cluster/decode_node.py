@@ -1,7 +1,11 @@
 """A decode worker in this process."""
 
+from cluster.chaos import Chaos
+from cluster.drain import Drain
 from cluster.engine_thread import EngineThread
 from cluster.worker_node import WorkerServer, link_config, load, own_end
+from cluster.worker_service import Control
+from decode_worker import commands
 from decode_worker.commands import StepUpdate
 from decode_worker.service import DecodeServicer, Receiver
 from decode_worker.worker import DecodeWorker
@@ -12,8 +16,8 @@ from transport.control import LinkServicer, decode_links
 SERVICES = ("pdserve.internal.v1.DecodeService", "pdserve.internal.v1.LinkService")
 
 
-async def serve_decode(config: NodeConfig) -> None:
-    """Load, serve, register; returns or raises when the worker is of no use any more."""
+async def serve_decode(config: NodeConfig) -> str:
+    """Load, serve, register; returns how the worker left for good, raises when it is of no use any more."""
     engine = load(config)
     own = own_end(config, engine)
     worker = DecodeWorker(engine, own.worker, own.incarnation, config.cluster.max_batch)
@@ -24,9 +28,13 @@ async def serve_decode(config: NodeConfig) -> None:
     server = WorkerServer(config, "decode", own)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc)
     link_pb2_grpc.add_LinkServiceServicer_to_server(LinkServicer(links), server.grpc)
+    chaos = Chaos(config.cluster.chaos, links)
+    control = Control(thread, thread, Drain(worker, commands.Drain(), commands.Expel), chaos)
     thread.start()
     try:
-        await server.run(thread, SERVICES, [thread.watch(config.cluster.stuck_after_s), links.fatal, receiver.run()])
+        return await server.run(
+            control, SERVICES, [thread.watch(config.cluster.stuck_after_s), links.fatal, receiver.run()]
+        )
     finally:
         await links.close()
         await thread.stop()

@@ -1,19 +1,34 @@
-"""The one thread that runs a worker's engine: step, hand the update to the event loop, wait for a command when idle."""
+"""The one thread that runs a worker's engine: step, hand the update to the event loop, wait for a command when idle.
+
+Between two steps it makes the calls that others ask for (`call`): only there the ledger is consistent. When the engine
+is idle it audits itself every few seconds; a rule that once was broken stays in what `audit` says.
+"""
 
 import asyncio
+import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from engine.pages import PageCounts
+from pdserve.errors import Unavailable
+from pdserve.ledger import Ledger
 from pdserve.request import Incarnation
 from pdserve.vitals import Vitals
 
 Update = TypeVar("Update", covariant=True)
 U = TypeVar("U")
+T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
-IDLE_WAIT_S = 0.25  # how soon the thread sees that it should stop
+IDLE_WAIT_S = 0.25  # how soon the thread sees that it should stop, or that there is a call
+CALL_LIMIT_S = 2.0
+AUDIT_INTERVAL_S = 5.0  # between audits of an idle engine
+
+_log = logging.getLogger(__name__)
 
 
 class Worker(Protocol[Update]):
@@ -32,9 +47,19 @@ class Worker(Protocol[Update]):
 
     def page_counts(self) -> PageCounts: ...
 
+    def ledger(self) -> Ledger: ...
+
     def step(self) -> Update: ...
 
     def wait_for_command(self, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A worker's ledger, and its pages in numbers at the same moment."""
+
+    ledger: Ledger
+    pages: PageCounts
 
 
 class EngineThread(Generic[U]):
@@ -46,6 +71,9 @@ class EngineThread(Generic[U]):
         self._loop = asyncio.get_running_loop()
         self._stopping = False
         self._step_began = 0.0  # 0: between steps
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._audited_at = 0.0
+        self._broken: dict[str, None] = {}  # every rule that ever was, in order
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -57,6 +85,20 @@ class EngineThread(Generic[U]):
         """End after the present step; a step that outlasts `limit_s` ends with the process."""
         self._stopping = True
         await asyncio.to_thread(self._thread.join, limit_s)
+
+    async def call(self, function: Callable[[], T], limit_s: float = CALL_LIMIT_S) -> T:
+        """What `function` returns in the engine's thread, between two steps. Raises Unavailable after `limit_s`."""
+        future: Future[T] = Future()
+        self._calls.append((function, future))
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise Unavailable(f"the engine did not come to the end of a step within {limit_s:g} s") from None
+
+    async def audit(self) -> Audit:
+        """Who holds which pages, and what does not hold or once did not. Raises Unavailable."""
+        return await self.call(self._audit)
 
     async def watch(self, stuck_after_s: float) -> str:
         """Returns why the worker must be started again: its engine failed, or has not moved for so long."""
@@ -83,8 +125,29 @@ class EngineThread(Generic[U]):
         self._step_began = 0.0
         if update:
             self._loop.call_soon_threadsafe(self._deliver, update)
+        self._make_calls()
         if self._worker.is_idle:
+            if time.monotonic() - self._audited_at > AUDIT_INTERVAL_S:
+                self._audit()
             self._worker.wait_for_command(IDLE_WAIT_S)
+
+    def _make_calls(self) -> None:
+        while self._calls:
+            function, future = self._calls.popleft()
+            if future.set_running_or_notify_cancel():  # else nobody waits any more
+                try:
+                    future.set_result(function())
+                except Exception as error:  # root of the call: whoever asked gets it
+                    future.set_exception(error)
+
+    def _audit(self) -> Audit:
+        ledger = self._worker.ledger()
+        self._audited_at = time.monotonic()
+        for problem in ledger.problems:
+            if problem not in self._broken:
+                _log.error("the ledger of KV pages: %s", problem)
+                self._broken[problem] = None
+        return Audit(replace(ledger, problems=tuple(self._broken)), self._worker.page_counts())
 
     def vitals(self, linked: tuple[Incarnation, ...] = ()) -> Vitals:
         """The worker's state at this moment, from the event loop."""

@@ -2,7 +2,8 @@
 
 A worker's life here: `keep(node)` creates its actor and calls `run` on it, which lasts as long as the worker is of
 use. The process is killed -> Ray starts it again and calls `run` again. `run` raises -> the process is replaced, and
-`run` called again after a while. No token and no tensor ever passes through Ray.
+`run` called again after a while. `run` returns -> the worker was drained, and its actor ends for good. No token and no
+tensor ever passes through Ray.
 
 Import this module after `cluster.session.open_session`: Ray reads its environment when it is imported.
 """
@@ -25,7 +26,7 @@ from cluster.patience import Patience
 from cluster.process_end import process_end
 from cluster.worker_actor import WorkerActor
 from pdserve.config import ClusterConfig, NodeConfig
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.errors import ConfigError, Unavailable, WorkerLost
 
 T = TypeVar("T")
 
@@ -62,16 +63,21 @@ class Launcher:
         """Start or join Ray; takes seconds. Raises ConfigError when there is no cluster to join."""
         await self._call(self._join if self._config.ray_address else self._start_own)
 
-    async def keep(self, node: NodeConfig, patience: Patience) -> NoReturn:
-        """Run a worker, again and again, until cancelled. Raises Unavailable when its start is hopeless."""
+    async def keep(self, node: NodeConfig, patience: Patience) -> str:
+        """Run a worker, again and again, until it leaves for good: returns how. Raises Unavailable when hopeless."""
         actor = await self._call(lambda: self._create(node))
         while True:
             began = time.monotonic()
-            reason = await self._run(actor, node)
-            wait_s = patience.wait_s(time.monotonic() - began, reason)
-            log.warning("%s ended: %s; again in %.1f s", node.worker_id, reason, wait_s)
-            await self._call(lambda: ray.kill(actor, no_restart=False))  # a fresh process for the next attempt
-            await asyncio.sleep(wait_s)
+            try:
+                left = await self._run(actor, node)
+            except WorkerLost as ended:
+                wait_s = patience.wait_s(time.monotonic() - began, str(ended))
+                log.warning("%s ended: %s; again in %.1f s", node.worker_id, ended, wait_s)
+                await self._call(lambda: ray.kill(actor, no_restart=False))  # a fresh process for the next attempt
+                await asyncio.sleep(wait_s)
+            else:
+                await self._call(lambda: ray.kill(actor, no_restart=True))
+                return left
 
     async def watch(self) -> NoReturn:
         """Wait until a Ray process that all depends on ends; raises Unavailable."""
@@ -110,17 +116,16 @@ class Launcher:
                     future.set_exception(error)
 
     async def _run(self, actor: Any, node: NodeConfig) -> str:
-        """Why the worker ended."""
+        """How the worker left for good. Raises WorkerLost with what else ended it."""
         result = await self._call(lambda: actor.run.remote(node.to_json()))
         try:
-            await asyncio.wrap_future(result.future())
+            return str(await asyncio.wrap_future(result.future()))
         except RayTaskError as error:
             if isinstance(error.cause, ConfigError):
                 raise ConfigError(f"{node.worker_id}: {error.cause}") from None
-            return f"{type(error.cause).__name__}: {error.cause}"
+            raise WorkerLost(f"{type(error.cause).__name__}: {error.cause}") from None
         except RayError as error:
-            return str(error).splitlines()[0]
-        return "it was done"
+            raise WorkerLost(str(error).splitlines()[0]) from None
 
     def _start_own(self) -> None:
         config = self._config

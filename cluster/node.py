@@ -3,7 +3,7 @@
     python -m cluster.node NODE.json         (a router, as `up` starts it; workers run in Ray actors)
 
 A worker loads its model, serves, registers, and ends when its engine or its links fail: whoever started it starts it
-again, as a new incarnation. A router ends when it is told to.
+again, as a new incarnation. Or it has been drained, and stays away. A router ends when it is told to.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from pdserve.config import NodeConfig
 _log = logging.getLogger(__name__)
 
 
-def run_worker(config: NodeConfig) -> None:
-    """Run a prefill or decode worker in this thread until it fails."""
+def run_worker(config: NodeConfig) -> str:
+    """Run a prefill or decode worker in this thread: returns how it left for good, raises what else ended it."""
     os.sched_setaffinity(0, config.cores or os.sched_getaffinity(0))
     if config.role == "prefill":
         from cluster.prefill_node import serve_prefill as serve
     else:
         from cluster.decode_node import serve_decode as serve
-    asyncio.run(serve(config))
+    return asyncio.run(serve(config))
 
 
 def main(arguments: Sequence[str]) -> None:

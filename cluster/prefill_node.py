@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass
 
+from cluster.chaos import Chaos
+from cluster.drain import Drain
 from cluster.engine_thread import EngineThread
 from cluster.registry import RegistryMembership
 from cluster.worker_node import WorkerServer, link_config, load, own_end, slot_bytes
+from cluster.worker_service import Control
 from pdserve.config import NodeConfig
 from pdserve.internal.v1 import prefill_pb2_grpc
 from pdserve.membership import Membership
 from pdserve.request import WorkerId
 from pdserve.vitals import Vitals
+from prefill_worker import commands
 from prefill_worker.commands import StepUpdate
 from prefill_worker.service import PrefillServicer
 from prefill_worker.worker import PrefillWorker
@@ -30,22 +34,24 @@ class _Vitals:
         return self.thread.vitals(linked=tuple(self.links.links_up().values()))
 
 
-async def serve_prefill(config: NodeConfig) -> None:
-    """Load, serve, register; returns or raises when the worker is of no use any more."""
+async def serve_prefill(config: NodeConfig) -> str:
+    """Load, serve, register; returns how the worker left for good, raises when it is of no use any more."""
     engine = load(config)
     own = own_end(config, engine)
-    worker = PrefillWorker(engine, config.cluster.chunk_tokens, slot_bytes(config, engine))
+    cluster = config.cluster
+    worker = PrefillWorker(engine, cluster.chunk_tokens, slot_bytes(config, engine), verify_kv=cluster.verify_kv)
     links = prefill_links(own, link_config(config, engine), engine.cache.pages.device)
     servicer = PrefillServicer(worker.submit, links)
     thread: EngineThread[StepUpdate] = EngineThread(worker, servicer.deliver)
     server = WorkerServer(config, "prefill", own)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc)
     following = _follow(RegistryMembership(config.redis_url, config.namespace), links)
+    chaos = Chaos(config.cluster.chaos, links, links)
+    control = Control(thread, _Vitals(thread, links), Drain(worker, commands.Drain(), commands.Expel), chaos)
     thread.start()
     try:
-        await server.run(
-            _Vitals(thread, links), SERVICES, [thread.watch(config.cluster.stuck_after_s), links.fatal, following]
-        )
+        parts = [thread.watch(cluster.stuck_after_s), links.fatal, following, servicer.watch_aborts()]
+        return await server.run(control, SERVICES, parts)
     finally:
         await links.close()
         await thread.stop()

@@ -1,35 +1,16 @@
-"""When a starting cluster is ready: every worker registered, the router serving, every worker in its table and
-linked to the others.
-"""
+"""When a starting cluster is ready: the router serving, every worker in its table and linked to the others."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from cluster.registry import RegistryMembership
 from pdserve import rpc
-from pdserve.request import Incarnation, WorkerId
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 
 _RETRY_S = 0.1
 _CALL_LIMIT_S = 5.0
-
-
-async def follow_members(
-    members: RegistryMembership, expected: set[str], say: Callable[[str], None], complete: asyncio.Event
-) -> None:
-    """Report who comes, comes again and leaves; set `complete` once all expected workers are there. Never ends."""
-    known: dict[WorkerId, Incarnation] = {}
-    async for view in members.views():
-        for info in view:
-            if known.get(info.id) != info.incarnation:
-                say(f"{info.id} is {'back' if info.id in known else 'ready'}, pid {info.pid}, on {info.address}")
-        known |= {info.id: info.incarnation for info in view}
-        if expected <= known.keys():
-            complete.set()
 
 
 async def router_ready(address: str, expected: set[str]) -> None:

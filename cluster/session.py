@@ -73,6 +73,7 @@ def environment(config: ClusterConfig, folder: Path) -> dict[str, str]:
     if not config.ray_address:
         variables |= {
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the only switch that keeps all of Ray on 127.0.0.1
+            "RAY_worker_niceness": "0",  # else 15: on a busy machine heartbeats would come late
             "RAY_AUTH_MODE": "token",  # loopback is shared with every user of the machine
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }

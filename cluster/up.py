@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from cluster.news import News
 from cluster.patience import Patience
 from cluster.plan import Plan, make_plan, node, worker_nodes
-from cluster.readiness import follow_members, router_ready
+from cluster.readiness import router_ready
 from cluster.redis_server import RedisServer
 from cluster.registry import RegistryMembership
 from cluster.session import Session, open_session
@@ -125,23 +126,28 @@ class _Cluster:
         await self._launcher.stop()
 
     async def _work(self) -> None:
-        """Ray, and every worker in it; ends with the first that is hopeless."""
+        """Ray, and every worker in it; fails with the first that is hopeless."""
         await self._launcher.start()
         self._listen_to_signals()  # Ray has put a handler of its own over ours
         say(f"Ray is up; starting {len(self._workers)} workers, which load {self._plan.config.name}")
-        keeping = [self._launcher.keep(each, self._patience[each.worker_id]) for each in self._workers]
-        tasks = [asyncio.create_task(part) for part in (self._launcher.watch(), *keeping)]
+        parts = (self._launcher.watch(), *map(self._keep, self._workers))
+        tasks = [asyncio.create_task(part) for part in parts]
         try:
-            await _first_end(tasks)
+            await _first_end(tasks, asyncio.FIRST_EXCEPTION)  # a worker that leaves is none
         finally:
             await _cancel(tasks)
 
+    async def _keep(self, worker: NodeConfig) -> None:
+        left = await self._launcher.keep(worker, self._patience[worker.worker_id])
+        say(f"{worker.worker_id} has left: {left}")
+
     async def _announce(self) -> None:
-        """The ready line; then news of workers that come back, for as long as the cluster lives."""
+        """The ready line; then news of workers, for as long as the cluster lives."""
         expected = {each.worker_id for each in self._workers}
         complete = asyncio.Event()
         members = RegistryMembership(self._plan.config.redis_url, self._session.id)
-        following = asyncio.create_task(follow_members(members, expected, say, complete))
+        news = News(members, self._plan.config.stuck_after_s, say)
+        following = asyncio.create_task(news.follow(expected, complete))
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 await complete.wait()
@@ -181,9 +187,9 @@ class _Cluster:
         return Supervisor("router", command, self._session.log_dir / "router-0.log", self._patience["router"])
 
 
-async def _first_end(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    """Wait for the first task to end; raises what it raised."""
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+async def _first_end(tasks: Sequence["asyncio.Task[Any]"], kind: str = asyncio.FIRST_COMPLETED) -> None:
+    """Wait for the first task to end (or to fail, with FIRST_EXCEPTION); raises what it raised."""
+    done, _ = await asyncio.wait(tasks, return_when=kind)
     for task in done:
         task.result()
 

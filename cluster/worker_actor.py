@@ -1,7 +1,7 @@
 """What Ray starts and starts again: one worker in one actor process.
 
-`run` returns when the worker is of no use any more. A process that dies instead is started again by Ray, which also
-calls `run` again: a new incarnation.
+`run` returns when the worker has left for good, and raises when it is of no use any more. A process that dies instead
+is started again by Ray, which also calls `run` again: a new incarnation.
 """
 
 import logging
@@ -13,14 +13,14 @@ from pdserve.config import NodeConfig
 class WorkerActor:
     """Runs one worker in the main thread of its process."""
 
-    def run(self, node: str) -> None:
-        """Run the worker of this NodeConfig, as JSON; raises what ended it."""
+    def run(self, node: str) -> str:
+        """Run the worker of this NodeConfig, as JSON; returns how it left, raises what else ended it."""
         config = NodeConfig.from_json(node)
         _log_to(config)
         logging.getLogger(__name__).info("%s starts", config.worker_id)
         from cluster.node import run_worker  # torch and all: here, so that the import is in the log, too
 
-        run_worker(config)
+        return run_worker(config)
 
 
 def _log_to(config: NodeConfig) -> None:

@@ -3,10 +3,14 @@
 import asyncio
 import logging
 import os
+import signal
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any
 
+from cluster.drain import SIGTERM_LIMIT_S, Drain
 from cluster.registry import Registration
+from cluster.worker_service import Control, WorkerServicer
 from engine.load import Engine, EngineConfig, load_engine
 from pdserve import rpc
 from pdserve.config import NodeConfig
@@ -14,11 +18,11 @@ from pdserve.errors import Unavailable
 from pdserve.internal.v1 import worker_pb2_grpc
 from pdserve.membership import Role, WorkerInfo
 from pdserve.request import Incarnation, WorkerId
-from pdserve.vitals import VitalsSource, WatchServicer
 from transport.base import LinkConfig, Own
 
 _log = logging.getLogger(__name__)
 WORKER_SERVICE = "pdserve.internal.v1.WorkerService"
+HANG_UP_S = 1.0  # for routers to see that a drained worker has left, before its streams break
 
 
 def load(config: NodeConfig) -> Engine:
@@ -65,26 +69,44 @@ class WorkerServer:
         self._own = own
         self.grpc = rpc.server()
 
-    async def run(self, vitals: VitalsSource, services: Sequence[str], parts: Sequence[Awaitable[object]]) -> None:
-        """Serve and be registered until one of `parts` ends or fails; they all end with it."""
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WatchServicer(self._own.incarnation, vitals), self.grpc)
+    async def run(self, control: Control, services: Sequence[str], parts: Sequence[Awaitable[object]]) -> str:
+        """Serve and be registered until the worker has drained: returns how that went, and it must not come back.
+
+        Raises Unavailable when one of `parts` ends before that, and whatever it fails with: all of them end with it.
+        """
+        servicer = WorkerServicer(self._own.worker, self._role, self._own.incarnation, control)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self.grpc)
+        info = await self._serve(services)
+        # over Ray's own handler, which ends the process at once
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, control.drain.begin, SIGTERM_LIMIT_S)
+        tasks = [asyncio.ensure_future(part) for part in (control.drain.run(), *parts)]
+        try:
+            async with Registration(self._config.redis_url, self._config.namespace, info):
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return _why_it_leaves(info.id, done, control.drain)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await self.grpc.stop(HANG_UP_S if control.drain.is_draining else 0)
+
+    async def _serve(self, services: Sequence[str]) -> WorkerInfo:
         health = rpc.add_health_and_reflection(self.grpc, [WORKER_SERVICE, *services])
         port = rpc.listen(self.grpc, self._config.cluster.host, 0)
         await self.grpc.start()
         await health.set(serving=True)
         info = self._info(port)
         _log.info("%s %s serves on %s", info.id, info.incarnation, info.address)
-        tasks = [asyncio.ensure_future(part) for part in parts]
-        try:
-            async with Registration(self._config.redis_url, self._config.namespace, info):
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                raise Unavailable(f"{info.id} ends: {task.result()}")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await self.grpc.stop(grace=0)
+        return info
 
     def _info(self, port: int) -> WorkerInfo:
         address = f"{self._config.cluster.host}:{port}"
         return WorkerInfo(self._own.worker, self._role, self._own.incarnation, address, os.getpid(), self._own.card)
+
+
+def _why_it_leaves(worker: WorkerId, done: Iterable["asyncio.Future[Any]"], drain: Drain[Any]) -> str:
+    """What ended a drain, be it a failure: it was about to leave anyhow. Raises where there is none."""
+    for task in done:
+        if not drain.is_draining:
+            raise Unavailable(f"{worker} ends: {task.result()}")
+        _log.info("%s leaves: %s", worker, task.exception() or task.result())
+    return "; ".join(str(task.exception() or task.result()) for task in done)

@@ -1,4 +1,4 @@
-"""The heartbeat of a worker: what it says of itself every 250 ms, and the servicer that says it.
+"""The heartbeat of a worker: what it says of itself every 250 ms, and the part of WorkerService that says it.
 
 The engine's thread bumps `progress` per layer; the asyncio side sends the beat. A router that hears no beat for a
 second, or sees a frozen counter in a long step, declares the worker dead.
@@ -47,7 +47,7 @@ _Context = grpc.aio.ServicerContext[worker_pb2.WatchRequest, worker_pb2.WatchRes
 
 
 class WatchServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Sends beats to every router that watches."""
+    """Sends beats to every router that watches; `cluster.worker_service` adds the commands of the service."""
 
     def __init__(self, incarnation: Incarnation, source: VitalsSource) -> None:
         self._incarnation = incarnation

@@ -1,32 +1,116 @@
-"""The other public gRPC service of a router: what the cluster looks like from here."""
+"""The other public gRPC service of a router: what the cluster looks like from here, and commands for its workers.
+
+A command's life: a client names a worker -> the router looks it up among the members -> the worker's own
+WorkerService obeys or refuses -> its answer, or its typed error, goes back to the client.
+"""
 # ruff: noqa: N802 (gRPC names its methods so)
 
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Protocol
 
+import grpc.aio
+
+from pdserve import rpc
+from pdserve.errors import InvalidRequest, PdserveError, Unavailable
+from pdserve.internal.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.membership import WorkerInfo
 from pdserve.v1 import cluster_pb2 as pb
 from pdserve.v1 import cluster_pb2_grpc
 from router import call
 
+WORKER_LIMIT_S = 2.0  # for a worker to answer
+LEDGER_LIMIT_S = WORKER_LIMIT_S + 0.5  # its engine has two seconds of that: the worker's own error says more
+DRAIN_LIMIT_S = 30.0
 
-class StatusSource(Protocol):
+
+class View(Protocol):
     """The router's view of the cluster."""
+
+    @property
+    def router(self) -> str:
+        """This router's name in the ledgers of workers."""
+        ...
 
     def status(self) -> pb.GetStatusResponse:
         """Workers and queue, as they are known now."""
+        ...
+
+    def members(self) -> Sequence[WorkerInfo]:
+        """The workers."""
+        ...
+
+    def held(self) -> Sequence[pb.HeldTicket]:
+        """The tickets that this router holds."""
         ...
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     """pdserve.v1.ClusterService."""
 
-    def __init__(self, source: StatusSource) -> None:
-        self._source = source
+    def __init__(self, view: View, connect: Callable[[str], grpc.aio.Channel] = rpc.channel) -> None:
+        self._view = view
+        self._connect = connect
 
-    async def GetStatus(
-        self,
-        request: pb.GetStatusRequest,  # noqa: ARG002
-        context: call.Context,
-    ) -> pb.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: call.Context) -> pb.GetStatusResponse:  # noqa: ARG002
         """The cluster as this router sees it."""
         async with call.reporting(context, "GetStatus"):
-            return self._source.status()
+            return self._view.status()
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: call.Context) -> pb.DrainWorkerResponse:
+        """Let a worker leave; the last of its role, too, if that is what is asked for."""
+        async with call.reporting(context, "DrainWorker"), self._worker(request.worker) as worker:
+            limit_s = request.limit_s if request.HasField("limit_s") else DRAIN_LIMIT_S
+            await worker.Drain(worker_pb2.DrainRequest(limit_s=limit_s), timeout=WORKER_LIMIT_S)
+            return pb.DrainWorkerResponse()
+
+    async def InflictChaos(self, request: pb.InflictChaosRequest, context: call.Context) -> pb.InflictChaosResponse:
+        """Harm a worker."""
+        async with call.reporting(context, "InflictChaos"), self._worker(request.worker) as worker:
+            await worker.InflictChaos(worker_pb2.InflictChaosRequest(chaos=request.chaos), timeout=WORKER_LIMIT_S)
+            return pb.InflictChaosResponse()
+
+    async def GetLedger(self, request: pb.GetLedgerRequest, context: call.Context) -> pb.GetLedgerResponse:  # noqa: ARG002
+        """Every worker's ledger, all asked at once, and this router's tickets."""
+        async with call.reporting(context, "GetLedger"):
+            answers = await asyncio.gather(*map(self._ledger, self._view.members()))
+            return pb.GetLedgerResponse(
+                router=self._view.router,
+                workers=[answer for answer in answers if not isinstance(answer, str)],
+                held=self._view.held(),
+                problems=[answer for answer in answers if isinstance(answer, str)],
+            )
+
+    async def _ledger(self, info: WorkerInfo) -> pb.WorkerLedger | str:
+        """Its ledger, or why there is none."""
+        try:
+            async with self._called(info) as worker:
+                return (await worker.GetLedger(worker_pb2.GetLedgerRequest(), timeout=LEDGER_LIMIT_S)).ledger
+        except PdserveError as error:
+            return str(error)
+
+    @asynccontextmanager
+    async def _worker(self, name: str) -> "AsyncIterator[worker_pb2_grpc.WorkerServiceAsyncStub]":
+        members = {str(info.id): info for info in self._view.members()}
+        if name not in members:
+            raise InvalidRequest("worker", f"{name!r} is not there; there are: {', '.join(sorted(members)) or 'none'}")
+        async with self._called(members[name]) as worker:
+            yield worker
+
+    @asynccontextmanager
+    async def _called(self, info: WorkerInfo) -> "AsyncIterator[worker_pb2_grpc.WorkerServiceAsyncStub]":
+        """A worker on a connection of its own. Raises what it answers, and Unavailable when it does not."""
+        async with self._connect(info.address) as channel:
+            try:
+                yield worker_pb2_grpc.WorkerServiceStub(channel)
+            except grpc.aio.AioRpcError as error:
+                raise _named(info.id, error) from None
+
+
+def _named(worker: str, error: grpc.aio.AioRpcError) -> PdserveError:
+    """The worker's own error; where it gave none, what is wrong with the worker."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return Unavailable(f"{worker} does not answer")
+    typed = rpc.error_of(error)
+    return Unavailable(f"{worker}: {typed}") if type(typed) is Unavailable else typed

@@ -1,6 +1,7 @@
 """Which models a router serves: the text side it has loaded, joined with the cards of the live workers."""
 
 from pdserve.errors import ModelNotFound, Unavailable
+from pdserve.membership import WorkerInfo
 from pdserve.v1 import cluster_pb2
 from router.directory import Directory
 from router.peers import Peer
@@ -50,12 +51,34 @@ class Status:
 
     def status(self) -> cluster_pb2.GetStatusResponse:
         """Live workers, oldest id first, and the requests here."""
-        peers: list[Peer] = [*self._directory.prefills, *self._directory.decodes]
         return cluster_pb2.GetStatusResponse(
-            workers=[self._worker(peer) for peer in sorted(peers, key=lambda peer: peer.info.id)],
+            workers=[self._worker(peer) for peer in self._peers()],
             queued_requests=len(self._room),
             running_requests=self._pipeline.num_running,
         )
+
+    def members(self) -> list[WorkerInfo]:
+        """The workers that can be asked."""
+        return [peer.info for peer in self._peers()]
+
+    def held(self) -> list[cluster_pb2.HeldTicket]:
+        """The tickets of this router, on all decode workers."""
+        tickets = [held for peer in self._directory.decodes for held in peer.client.held_tickets()]
+        return [
+            cluster_pb2.HeldTicket(
+                worker=ticket.worker, incarnation=ticket.incarnation, counter=ticket.counter, label=label
+            )
+            for ticket, label in tickets
+        ]
+
+    @property
+    def router(self) -> str:
+        """This router's name in the ledgers of workers."""
+        return self._directory.router
+
+    def _peers(self) -> list[Peer]:
+        peers: list[Peer] = [*self._directory.prefills, *self._directory.decodes]
+        return sorted(peers, key=lambda peer: peer.info.id)
 
     def _worker(self, peer: Peer) -> cluster_pb2.WorkerStatus:
         info, beat = peer.info, peer.beat
@@ -71,4 +94,5 @@ class Status:
             load=beat.load,
             pages=beat.pages,
             linked=sorted(linked),
+            draining=beat.draining,
         )

@@ -2,11 +2,16 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
+from cluster import engine_thread
 from cluster.engine_thread import EngineThread
 from engine.pages import PageCounts
+from pdserve.errors import Unavailable
+from pdserve.ledger import Ledger
 
 
 class Engine:
@@ -20,6 +25,11 @@ class Engine:
         self.steps: list[object] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.problems: tuple[str, ...] = ()
+
+    def ledger(self) -> Ledger:
+        assert threading.current_thread().name == "engine"
+        return Ledger((), self.problems)
 
     def page_counts(self) -> PageCounts:
         return PageCounts(total=10, free=7, cached=0, in_use=3, promised=1)
@@ -68,3 +78,48 @@ async def test_a_step_that_does_not_move_is_noticed_and_one_that_moves_is_not() 
     assert "one layer" in await asyncio.wait_for(watch, 5)
     engine.gate.set()
     await thread.stop()
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[EngineThread[list[object]]]:
+    thread = EngineThread(engine, lambda update: None)
+    thread.start()
+    yield thread
+    engine.gate.set()
+    await thread.stop()
+
+
+async def test_a_call_is_made_in_the_engines_thread_between_two_steps() -> None:
+    async with running(Engine()) as thread:
+        assert await thread.call(lambda: threading.current_thread().name) == "engine"
+        with pytest.raises(ZeroDivisionError):
+            await thread.call(lambda: 1 // 0)
+        assert await thread.call(lambda: 7) == 7
+
+
+async def test_a_stuck_engine_ends_a_call_with_a_typed_error_and_never_makes_it() -> None:
+    engine, made = Engine(), []
+    engine.gate.clear()
+    async with running(engine) as thread:
+        with pytest.raises(Unavailable, match=r"within 0\.2 s"):
+            await thread.call(lambda: made.append(1), limit_s=0.2)
+        engine.gate.set()
+        await thread.call(lambda: None)
+    assert made == []
+
+
+async def test_an_idle_engine_audits_itself_and_what_was_broken_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_thread, "AUDIT_INTERVAL_S", 0.01)
+    engine = Engine()
+    engine.problems = ("a page is lost",)
+    async with running(engine) as thread:
+        async with asyncio.timeout(5):
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
+        engine.problems = ()
+        audit = await thread.audit()
+    assert audit.ledger.problems == ("a page is lost",)
+    assert audit.pages.in_use == 3
+    assert caplog.messages == ["the ledger of KV pages: a page is lost"]
