@@ -1,24 +1,27 @@
 """`pdserve generate`: one request, its answer on standard output as it comes, or as one JSON object at the end.
 
 The answer's life: flags -> GenerateRequest -> `started`, deltas (printed, and kept in an `Answer`), `finished` -> JSON.
+A router that dies meanwhile is a line on standard error: the answer goes on when it is back (`cluster/resumable.py`).
 """
 
 import asyncio
 import json
+import logging
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
 from google.protobuf.message import Message
 
+from cluster import resumable
 from cluster.flags import GenerateFlags
 from pdserve import rpc
 from pdserve.errors import DeadlineExceeded, InvalidRequest, PdserveError, Unavailable
 from pdserve.v1 import generation_pb2 as pb
-from pdserve.v1.generation_pb2_grpc import GenerationServiceStub
 
 BAR_WIDTH = 40
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
@@ -64,8 +67,11 @@ class Answer:
 
 def generate(flags: GenerateFlags) -> None:
     """Ask and print. Raises PdserveError."""
-    if flags.timeout <= 0:
+    if not flags.timeout > 0:
         raise InvalidRequest("timeout", f"{flags.timeout:g} is not allowed; must be more than 0 seconds")
+    if not flags.resume_for_s >= 0:
+        raise InvalidRequest("resume_for_s", f"{flags.resume_for_s:g} is not allowed; must be at least 0 seconds")
+    logging.basicConfig(level=logging.WARNING, format="\npdserve: %(message)s")  # a line of its own amid the answer
     request = make_request(flags, _prompt(flags))
     answer = asyncio.run(_ask(flags, request))
     sys.stdout.write(json.dumps(answer.to_plain(), ensure_ascii=False) + "\n" if flags.json else "\n")
@@ -111,19 +117,20 @@ def plain(message: Message) -> dict[str, Any]:
 
 async def _ask(flags: GenerateFlags, request: pb.GenerateRequest) -> Answer:
     answer = Answer()
-    async with rpc.channel(flags.address) as channel:
-        try:
-            async for response in GenerationServiceStub(channel).Generate(request, timeout=flags.timeout):
+    limits = resumable.Limits(flags.timeout, flags.resume_for_s)
+    try:
+        async with aclosing(resumable.generate(flags.address, request, limits)) as responses:
+            async for response in responses:
                 answer.add(response)
                 if not flags.json:
                     _show(response, answer)
-        except grpc.aio.AioRpcError as error:
-            if answer.texts and not flags.json:
-                sys.stdout.write("\n")  # the error is a line of its own
-                sys.stdout.flush()
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineExceeded(f"the answer was not complete within --timeout {flags.timeout:g} s") from None
-            raise explained(error, flags.address) from None
+    except grpc.aio.AioRpcError as error:
+        if answer.texts and not flags.json:
+            sys.stdout.write("\n")  # the error is a line of its own
+            sys.stdout.flush()
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise DeadlineExceeded(f"the answer was not complete within --timeout {flags.timeout:g} s") from None
+        raise explained(error, flags.address) from None
     return answer
 
 

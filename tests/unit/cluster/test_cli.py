@@ -111,6 +111,7 @@ async def test_generate_json_is_one_object(run: Commands) -> None:
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("Paris", [0, 1, 2], "stop")
     assert answer["usage"] == {
         "prompt_tokens": 5, "cached_tokens": 0, "completion_tokens": 3, "prefill_tokens_computed": 0, "decode_steps": 2,
+        "resumes": 0,
     }  # fmt: skip
     assert answer["timings"]["ttft_ms"] == 12.5
     assert (answer["workers"]["prefill_pid"], answer["workers"]["transfer_bytes"]) == (1, 3)

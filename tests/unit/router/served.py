@@ -50,6 +50,7 @@ class Playback:
 
     def __init__(self) -> None:
         self.script: Script = tokens_of("")
+        self.clean_up_s = 0.05  # takes its time, and must not be cut short
         self.work: list[WorkRequest] = []
         self.priorities: list[int] = []
         self.yielded = 0
@@ -69,8 +70,8 @@ class Playback:
                 self.yielded += 1
                 yield token
         finally:
-            for _ in range(5):  # cleaning up takes its time, and must not be cut short
-                await asyncio.sleep(0.01)
+            for _ in range(5):
+                await asyncio.sleep(self.clean_up_s / 5)
             self.closed.set()
             self.num_open -= 1
             if not self.num_open:
@@ -80,8 +81,9 @@ class Playback:
 class Served:
     """A running server, its stub and its pipeline."""
 
-    def __init__(self, channel: grpc.aio.Channel, text: TextModel, pipeline: Playback) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str, text: TextModel, pipeline: Playback) -> None:
         self.stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        self.address = address
         self.text = text
         self.pipeline = pipeline
 
@@ -122,14 +124,14 @@ def failing(error: Exception, after: int = 0) -> Script:
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Served]:
+async def serving(folder: Path, port: int = 0) -> AsyncIterator[Served]:
     write_toy_tokenizer(folder)
     text, pipeline, server = TextModel.load(folder), Playback(), rpc.server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(Models(text), pipeline), server)
-    port = rpc.listen(server, "127.0.0.1", 0)
+    address = f"127.0.0.1:{rpc.listen(server, '127.0.0.1', port)}"
     await server.start()
-    async with rpc.channel(f"127.0.0.1:{port}") as channel:
-        yield Served(channel, text, pipeline)
+    async with rpc.channel(address) as channel:
+        yield Served(channel, address, text, pipeline)
     await server.stop(None)
 
 

@@ -1,0 +1,139 @@
+"""One answer over any number of connections: where a stream breaks, the next one goes on.
+
+    request -> responses, kept -> the router dies or shuts down -> the request with `resume` -> the responses behind
+
+Whoever reads sees one stream: one `started`, every token and every character once, one `finished`. A router that was
+killed knows nothing any more, but its client still has all that it received.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from pdserve import rpc
+from pdserve.errors import ProtocolError
+from pdserve.v1 import generation_pb2 as pb
+from pdserve.v1.generation_pb2_grpc import GenerationServiceStub
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to wait for what."""
+
+    timeout_s: float = 600.0  # for the whole answer
+    resume_for_s: float = 30.0  # from a break to the next response; 0: never reconnect
+
+
+async def generate(
+    address: str, request: pb.GenerateRequest, limits: Limits
+) -> AsyncGenerator[pb.GenerateResponse, None]:
+    """As the stub's Generate, over as many connections as it takes; `usage.resumes` counts those, too.
+
+    Raises AioRpcError: what no other router can mend at once, the last error when `resume_for_s` is over, and
+    DEADLINE_EXCEEDED. A server that was never reached is no break. Close it where you stop reading early.
+    """
+    kept, patience = _Kept(request), _Patience(limits)
+    while True:
+        async with rpc.channel(address) as channel, patience.trying(channel):  # new: with no back-off of its own
+            stub = GenerationServiceStub(channel)
+            async for response in stub.Generate(kept.request(), timeout=patience.left_s()):
+                patience.goes_on()
+                if response.HasField("finished"):
+                    response.finished.usage.resumes += patience.num_breaks
+                if kept.add(response):
+                    yield response
+            return
+
+
+class _Kept:
+    """What was received: enough to ask for the rest."""
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        self._request = request
+        self._started: pb.Started | None = None
+        self._token_ids = list(request.resume.token_ids)
+        self._text_length = request.resume.text_length
+
+    def add(self, response: pb.GenerateResponse) -> bool:
+        """Keep one message; False when it tells nothing new. Raises ProtocolError on a gap."""
+        if response.HasField("started"):
+            is_first, self._started = self._started is None, response.started
+            return is_first
+        delta = response.delta
+        if delta.token_ids and delta.token_number != len(self._token_ids):
+            raise ProtocolError(f"token {delta.token_number} came where {len(self._token_ids)} was the next")
+        self._token_ids += delta.token_ids
+        self._text_length += len(delta.text)
+        return True
+
+    def request(self) -> pb.GenerateRequest:
+        """The request for what is missing; the first one where nothing came yet."""
+        if self._started is None:
+            return self._request
+        resume = pb.Resume(
+            token_ids=self._token_ids,
+            seed=self._started.seed,
+            model_fingerprint=self._started.model_fingerprint,
+            prompt_tokens=self._started.prompt_tokens,
+            text_length=self._text_length,
+        )
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.MergeFrom(pb.GenerateRequest(request_id=self._started.request_id))
+        request.resume.CopyFrom(resume)
+        return request
+
+
+class _Patience:
+    """When to try again, and when to give up."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._deadline = self._now() + limits.timeout_s
+        self._resume_for_s = limits.resume_for_s
+        self._give_up_at: float | None = None  # None: the stream is whole
+        self._next_wait_s = FIRST_WAIT_S
+        self.num_breaks = 0
+
+    def left_s(self) -> float:
+        """Of the whole answer's time."""
+        return self._deadline - self._now()
+
+    def goes_on(self) -> None:
+        """A response came: the next break is a new one."""
+        self._give_up_at, self._next_wait_s = None, FIRST_WAIT_S
+
+    @asynccontextmanager
+    async def trying(self, channel: grpc.aio.Channel) -> AsyncIterator[None]:
+        """Swallow a break, and wait until it is time for the next try."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            reached = channel.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE
+            await asyncio.sleep(self._wait_s(error, reached))
+
+    def _wait_s(self, error: grpc.aio.AioRpcError, reached: bool) -> float:
+        """Raises `error` when there is no next try."""
+        passes = {grpc.StatusCode.UNAVAILABLE} if reached or self.num_breaks else set()
+        if self.num_breaks:  # a restarted router has all its clients back at once
+            passes.add(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        if error.code() not in passes or self._resume_for_s <= 0:
+            raise error
+        if self._give_up_at is None:
+            self._give_up_at = self._now() + self._resume_for_s
+            self.num_breaks += 1
+            _log.warning("the stream broke (%s); reconnecting for up to %g s", error.details(), self._resume_for_s)
+        elif self._now() > self._give_up_at:
+            raise error
+        wait_s, self._next_wait_s = self._next_wait_s, min(2 * self._next_wait_s, LONGEST_WAIT_S)
+        return max(0.0, min(wait_s * random.uniform(0.5, 1.0), self.left_s()))
