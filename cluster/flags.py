@@ -65,9 +65,7 @@ class GenerateFlags:
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False
     top_logprobs: Annotated[int, typer.Option(help="Draw each step's K likeliest candidates.")] = 0
     timeout: Annotated[float, typer.Option(help="Seconds for the whole answer.")] = 600.0
-    resume_for_s: Annotated[float, typer.Option(help="Reconnect so long and go on when the router dies; 0: never.")] = (
-        30.0
-    )
+    resume_for_s: Annotated[float, typer.Option(help="Reconnect so long when the router dies; 0: never.")] = 30.0
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
