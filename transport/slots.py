@@ -62,9 +62,11 @@ class Quarantine:
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._limit_s = limit_s
         self._watches: set[asyncio.Task[None]] = set()
+        self._wires: set[Wire] = set()  # and with them the memory that they may touch, for as long as they may
 
     def put(self, wire: Wire) -> None:
         """Watch a wire that has failed."""
+        self._wires.add(wire)
         watch = asyncio.create_task(self._watch(wire))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
@@ -76,6 +78,8 @@ class Quarantine:
             self.condemn(f"the thread of a dead link has not ended in {self._limit_s:g} s")
         elif error := ended.exception():
             self.condemn(str(error))
+        else:
+            self._wires.discard(wire)
 
     def condemn(self, why: str) -> None:
         """This process cannot go on; the first reason stays."""

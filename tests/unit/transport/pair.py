@@ -11,6 +11,7 @@ from pdserve.request import Incarnation, WorkerId
 from transport.base import LinkConfig, Own, ReceiveLinks, SendLinks
 from transport.loopback import Loopback
 from transport.receive import DecodeLinks, DecodeOffer
+from transport.seams import Wires
 from transport.send import PrefillLink, PrefillLinks
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_tokens=4, dtype="float32", page_format="plain")
@@ -43,11 +44,12 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(config: LinkConfig = CONFIG) -> AsyncIterator[Pair]:
+async def pair(config: LinkConfig = CONFIG, wires: Wires | None = None) -> AsyncIterator[Pair]:
+    """A link that is up; its control stream is the loopback's, and so is its wire unless other `wires` are given."""
     loopback = Loopback(config)
-    decode = DecodeLinks(Own(DECODE, Incarnation("d1"), CARD), config, loopback)
+    decode = DecodeLinks(Own(DECODE, Incarnation("d1"), CARD), config, wires or loopback)
     loopback.add(DECODE, decode)
-    prefill = PrefillLinks(Own(WorkerId("prefill-0"), Incarnation("p1"), CARD), config, loopback, loopback)
+    prefill = PrefillLinks(Own(WorkerId("prefill-0"), Incarnation("p1"), CARD), config, loopback, wires or loopback)
     prefill.connect(peer())
     await prefill.wait_up(DECODE, 1)
     yield Pair(loopback, prefill, decode)

@@ -1,10 +1,10 @@
-"""The Gloo wire with both ends in one process: order, depth, failure at once, and memory that outlives the failure."""
+"""Wires with both ends in one process: order, depth, failure at once, and memory that outlives the failure."""
 
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -12,30 +12,39 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from pdserve.errors import ConfigError, LinkDown
+from tests.unit.transport.nccl_twin import Fabric
 from transport.base import LinkConfig
 from transport.seams import Address
-from transport.torch_dist import GlooGroup, NcclGroup, RendezvousStore, TorchWire, TorchWires, make_slots
+from transport.torch_dist import Connect, RendezvousStore, TorchWires, gloo, make_slots
+from transport.wire import TorchWire
 
 CONFIG = LinkConfig(slot_bytes=2**16, op_timeout_s=2.0)
+CPU = torch.device("cpu")
 Ends = tuple[TorchWire, TorchWire]
+Backend = Callable[[LinkConfig], Connect]
 
 
-def connect(op_timeout_s: float = 2.0) -> Ends:
-    config = LinkConfig(slot_bytes=2**16, op_timeout_s=op_timeout_s)
+@pytest.fixture(params=["gloo", "nccl"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """What both must do alike; NCCL is its twin."""
+    fabric = Fabric()
+    yield gloo if request.param == "gloo" else fabric.connect
+    assert fabric.violations == []
+    assert fabric.memory_bytes == 0
+
+
+def make_ends(backend: Backend, op_timeout_s: float = 2.0) -> Ends:
+    connect = backend(LinkConfig(slot_bytes=2**16, op_timeout_s=op_timeout_s))
     store = c10d.HashStore()
-    device = c10d.ProcessGroupGloo.create_device(hostname=config.host, lazy_init=False)
-    send = TorchWire(lambda: GlooGroup(config, device, store, "send"), "send")
-    receive = TorchWire(lambda: GlooGroup(config, device, store, "receive"), "receive")
+    send = TorchWire(lambda: connect(store, "send"), "send")
+    receive = TorchWire(lambda: connect(store, "receive"), "receive")
     send.up.result(timeout=10)
     receive.up.result(timeout=10)
     return send, receive
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    send, receive = connect()
-    yield send, receive
-    for end in (send, receive):
+def close(*ends: TorchWire) -> None:
+    for end in ends:
         end.fail("the test is over")
         end.ended.result(timeout=10)
 
@@ -44,8 +53,8 @@ def pattern(seed: int, num_bytes: int) -> torch.Tensor:
     return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_payloads_arrive_in_order_four_deep(ends: Ends) -> None:
-    send, receive = ends
+def test_payloads_arrive_in_order_four_deep(backend: Backend) -> None:
+    send, receive = make_ends(backend)
     sizes = [1, 2**16, 777, 4096] * 5
     targets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     waiting: list[tuple[Future[None], Future[None]]] = []
@@ -58,10 +67,11 @@ def test_payloads_arrive_in_order_four_deep(ends: Ends) -> None:
         for future in pair:
             future.result(timeout=5)
     assert all(torch.equal(target, pattern(seed, sizes[seed])) for seed, target in enumerate(targets))
+    close(send, receive)
 
 
 def test_fail_frees_waiters_at_once_and_keeps_the_memory_until_the_thread_has_ended() -> None:
-    send, receive = connect(op_timeout_s=1.5)
+    send, receive = make_ends(gloo, op_timeout_s=1.5)
     target = torch.zeros(100, dtype=torch.uint8)
     memory = weakref.ref(target)
     done = receive.post(target)
@@ -78,12 +88,11 @@ def test_fail_frees_waiters_at_once_and_keeps_the_memory_until_the_thread_has_en
     receive.ended.result(timeout=10)
     gc.collect()
     assert memory() is None
-    send.fail("over")
-    send.ended.result(timeout=10)
+    close(send)
 
 
-def test_an_operation_past_its_deadline_fails_the_wire() -> None:
-    send, receive = connect(op_timeout_s=0.3)
+def test_an_operation_past_its_deadline_fails_the_wire(backend: Backend) -> None:
+    send, receive = make_ends(backend, op_timeout_s=0.3)
     first, second = (receive.post(torch.zeros(8, dtype=torch.uint8)) for _ in range(2))
     for done in (first, second):
         with pytest.raises(LinkDown):
@@ -96,22 +105,21 @@ def test_an_operation_past_its_deadline_fails_the_wire() -> None:
     send.ended.result(timeout=5)
 
 
-def test_idle_is_no_error() -> None:
-    send, receive = connect(op_timeout_s=0.2)
-    time.sleep(0.8)
+def test_idle_is_no_error(backend: Backend) -> None:
+    send, receive = make_ends(backend, op_timeout_s=0.4)
+    time.sleep(0.9)
     target = torch.zeros(3, dtype=torch.uint8)
     received, sent = receive.post(target), send.post(pattern(1, 3))
     received.result(timeout=5)
     sent.result(timeout=5)
     assert torch.equal(target, pattern(1, 3))
-    for end in (send, receive):
-        end.fail("over")
-        end.ended.result(timeout=5)
+    close(send, receive)
 
 
-def test_a_peer_that_never_comes_fails_the_connection_in_bounded_time() -> None:
+def test_a_peer_that_never_comes_fails_the_connection_in_bounded_time(backend: Backend) -> None:
     store = RendezvousStore("127.0.0.1", 0.5)
-    wires = TorchWires(LinkConfig(slot_bytes=8, op_timeout_s=0.5), torch.device("cpu"), store)
+    config = LinkConfig(slot_bytes=8, op_timeout_s=0.5)
+    wires = TorchWires(config, CPU, store, backend(config))
     wire = wires.make("receive", "epoch", wires.address())
     with pytest.raises(LinkDown):
         wire.up.result(timeout=5)
@@ -120,7 +128,7 @@ def test_a_peer_that_never_comes_fails_the_connection_in_bounded_time() -> None:
 
 def test_fail_during_connecting_frees_the_waiter_at_once() -> None:
     store = RendezvousStore("127.0.0.1", 1.0)
-    wires = TorchWires(LinkConfig(slot_bytes=8, op_timeout_s=1.0), torch.device("cpu"), store)
+    wires = TorchWires(LinkConfig(slot_bytes=8, op_timeout_s=1.0), CPU, store)
     wire = wires.make("receive", "epoch", wires.address())
     wire.fail("forgotten")
     with pytest.raises(LinkDown, match="forgotten"):
@@ -129,7 +137,7 @@ def test_fail_during_connecting_frees_the_waiter_at_once() -> None:
 
 
 def test_a_dead_store_is_a_link_down() -> None:
-    wires = TorchWires(LinkConfig(slot_bytes=8, op_timeout_s=0.3), torch.device("cpu"))
+    wires = TorchWires(LinkConfig(slot_bytes=8, op_timeout_s=0.3), CPU)
     wire = wires.make("send", "epoch", Address("127.0.0.1", 9))
     with pytest.raises(LinkDown):
         wire.up.result(timeout=10)
@@ -146,7 +154,7 @@ def test_the_store_listens_on_the_given_host_only() -> None:
 
 def test_the_store_outlives_nothing_that_a_wire_needs() -> None:
     store = RendezvousStore("127.0.0.1", 2.0)
-    wires = TorchWires(CONFIG, torch.device("cpu"), store)
+    wires = TorchWires(CONFIG, CPU, store)
     address = wires.address()
     receive, send = wires.make("receive", "e", address), wires.make("send", "e", address)
     receive.up.result(timeout=5)
@@ -158,23 +166,19 @@ def test_the_store_outlives_nothing_that_a_wire_needs() -> None:
     received.result(timeout=5)
     sent.result(timeout=5)
     assert torch.equal(target, pattern(3, 9))
-    for end in (send, receive):
-        end.fail("over")
-        end.ended.result(timeout=5)
+    close(send, receive)
 
 
-def test_threads_end_with_their_wires() -> None:
+def test_threads_end_with_their_wires(backend: Backend) -> None:
     before = threading.active_count()
     for _ in range(5):
-        for end in connect():
-            end.fail("over")
-            end.ended.result(timeout=5)
+        close(*make_ends(backend))
     time.sleep(0.1)
     assert threading.active_count() <= before
 
 
 def test_slots_for_the_cpu() -> None:
-    slots = make_slots(CONFIG, torch.device("cpu"), 3)
+    slots = make_slots(CONFIG, CPU, 3)
     assert [(slot.dtype, tuple(slot.shape)) for slot in slots] == [(torch.uint8, (2**16,))] * 3
 
 
@@ -182,26 +186,4 @@ def test_nccl_without_cuda_is_a_config_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("this torch has NCCL")
     with pytest.raises(ConfigError, match="gloo"):
-        TorchWires(LinkConfig(backend="nccl"), torch.device("cpu"))
-
-
-class StuckNccl(NcclGroup):
-    """A group whose abort never returns, as behind the kernel of a killed peer."""
-
-    def __init__(self, gone: threading.Event) -> None:
-        self._group = self
-        self.gone = gone
-
-    def abort(self) -> None:
-        self.gone.wait(5)
-
-
-def test_an_abort_past_its_deadline_ends_the_wire_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.torch_dist.NCCL_ABORT_LIMIT_S", 0.1)
-    gone = threading.Event()
-    wire = TorchWire(lambda: StuckNccl(gone), "send")
-    wire.up.result(timeout=1)
-    wire.fail("over")
-    with pytest.raises(LinkDown, match="has not aborted"):
-        wire.ended.result(timeout=2)
-    gone.set()
+        TorchWires(LinkConfig(backend="nccl"), CPU)
