@@ -1,0 +1,211 @@
+"""One seed, one run: build the scenario, let it happen, check everything.
+
+    python -m tests.chaos.simulation.run --seeds 0:500 [--jobs 2]       a summary, and every problem with its seed
+    python -m tests.chaos.simulation.run --trace 17                     what happened in the run of seed 17
+"""
+
+import argparse
+import asyncio
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from decode_worker import growth
+from tests.chaos.simulation import planted
+from tests.chaos.simulation.checks import census, until_clean, wrong_answers
+from tests.chaos.simulation.client import Client
+from tests.chaos.simulation.cluster import Cluster
+from tests.chaos.simulation.scenario import FIRST_S, Scenario, scenario
+from tests.chaos.simulation.virtual_loop import HOST, Stuck, VirtualLoop
+from transport import receive
+
+LIMIT_S = 150.0  # of virtual time, for all
+CLEAN_S = 20.0
+
+
+@dataclass
+class Report:
+    """What a run brought."""
+
+    seed: int
+    problems: list[str] = field(default_factory=list)
+    trace: list[tuple[float, str, object]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class _NotedLink(receive.DecodeLink):
+    """A receiving end that its host can find again, to count its slots."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if host := HOST.get():
+            host.links.append(self)
+
+
+class _Errors(logging.Handler):
+    """Whatever production code logs as an error is a finding."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(f"logged: {self.format(record)}")
+
+
+@contextmanager
+def _surroundings(plan: Scenario, plants: Sequence[str]) -> Iterator[_Errors]:
+    """What a run needs of this process: no garbage collection at odd moments, and no log but errors."""
+    errors, root = _Errors(), logging.getLogger()
+    level, last = root.level, logging.lastResort
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(growth, "BLOCK_TOKENS", plan.shape.block_tokens))
+        stack.enter_context(patch.object(receive, "DecodeLink", _NotedLink))
+        for name in plants:
+            stack.enter_context(planted.PLANTS[name]())
+        root.addHandler(errors)
+        logging.lastResort = None
+        gc.disable()
+        try:
+            yield errors
+        finally:
+            root.removeHandler(errors)
+            root.setLevel(level)
+            logging.lastResort = last
+            gc.enable()
+
+
+def run_seed(seed: int, plants: Sequence[str] = ()) -> Report:
+    """The run of a seed; what it finds is in `problems`."""
+    report, plan = Report(seed), scenario(seed)
+    loop = VirtualLoop(LIMIT_S)
+    with _surroundings(plan, plants) as errors:
+        try:
+            loop.finish(_Run(loop, plan, report).main())
+        except Stuck as stuck:
+            report.problems.append(str(stuck))
+        gc.collect()
+        report.problems += [*loop.problems, *errors.found]
+    return report
+
+
+class _Run:
+    """One run in its loop."""
+
+    def __init__(self, loop: VirtualLoop, plan: Scenario, report: Report) -> None:
+        self._loop = loop
+        self._plan = plan
+        self._report = report
+
+    async def main(self) -> None:
+        """From an empty cluster to an empty cluster."""
+        cluster = Cluster(self._loop, self._plan.shape, Random(self._plan.seed + 1))
+        self._report.trace = cluster.network.trace
+        cluster.start()
+        try:
+            await asyncio.sleep(FIRST_S - 0.01)
+            await self._let_happen(cluster)
+        finally:
+            for host in cluster.hosts():
+                await cluster.kill(host)
+        self._report.problems += cluster.network.problems
+
+    async def _let_happen(self, cluster: Cluster) -> None:
+        report, at_rest = self._report, census(cluster)
+        clients = [Client(cluster, job, Random(self._plan.seed * 1000 + job.number)) for job in self._plan.jobs]
+        for fault in self._plan.faults:
+            self._loop.call_at(fault.at_s, partial(self._inflict, cluster, fault))
+        ended = await asyncio.gather(*(client.run() for client in clients), return_exceptions=True)
+        report.problems += [f"a client failed: {error!r}" for error in ended if error]
+        report.problems += wrong_answers(clients)
+        await asyncio.sleep(max([fault.at_s for fault in self._plan.faults], default=0.0) - self._loop.time())
+        await cluster.settled()
+        report.problems += [f"left over: {left}" for left in await until_clean(cluster, at_rest, CLEAN_S)]
+        report.problems += [problem for node in cluster.all_nodes() for problem in node.engine.problems]
+        self._count(cluster, clients)
+
+    def _inflict(self, cluster: Cluster, fault: Any) -> None:
+        cluster.note(str(fault))
+        self._report.counts[type(fault).__name__] += 1
+        fault.inflict(cluster)
+
+    def _count(self, cluster: Cluster, clients: Sequence[Client]) -> None:
+        records = [record for client in clients for record in client.records]
+        nodes = cluster.all_nodes()
+        self._report.counts.update(
+            requests=len(clients),
+            tokens=sum(len(client.received) for client in clients),
+            left=sum(client.has_left for client in clients),
+            failed=sum(client.error is not None for client in clients),
+            resumes=sum(record.resumes for record in records),
+            new_routers=len(records) - len(clients),
+            cached_tokens=sum(record.cached_tokens for record in records),
+            preempted=sum(node.engine.num_preempted for node in nodes),
+            steps=sum(node.engine.num_steps for node in nodes),
+            payloads=cluster.wires.num_arrived,
+            virtual_s=round(self._loop.time()),
+        )
+
+
+def run_seeds(seeds: range, plants: Sequence[str] = ()) -> Iterator[Report]:
+    """One after another, in this process."""
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    for seed in seeds:
+        yield run_seed(seed, plants)
+
+
+def _summaries(seeds: range, plants: Sequence[str]) -> list[tuple[int, list[str], Counter[str]]]:
+    return [(report.seed, report.problems, report.counts) for report in run_seeds(seeds, plants)]
+
+
+def main() -> int:
+    """The command line; 1 when something was found."""
+    parser = argparse.ArgumentParser(description="runs of the simulated cluster, a seed each")
+    parser.add_argument("--seeds", default="0:200", metavar="FROM:TO")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--trace", type=int, metavar="SEED", help="print all that happens in one run")
+    parser.add_argument("--plant", action="append", default=[], choices=sorted(planted.PLANTS), help="a bug, on purpose")
+    options = parser.parse_args()
+    if options.trace is not None:
+        return _print_trace(run_seed(options.trace, options.plant))
+    first, _, end = options.seeds.partition(":")
+    return _run_all(range(int(first), int(end)), options.jobs, options.plant)
+
+
+def _print_trace(report: Report) -> int:
+    for at_s, what, detail in report.trace:
+        print(f"{at_s:10.4f}  {what} {detail}")
+    print("\n".join(["", f"seed {report.seed}: {dict(report.counts)}", *report.problems]))
+    return int(bool(report.problems))
+
+
+def _run_all(seeds: range, jobs: int, plants: Sequence[str]) -> int:
+    began, total, num_bad = time.perf_counter(), Counter[str](), 0
+    parts = [seeds[at : at + 50] for at in range(0, len(seeds), 50)]
+    with ProcessPoolExecutor(jobs) as pool:
+        for part in pool.map(partial(_summaries, plants=plants), parts):
+            for seed, problems, counts in part:
+                total.update(counts)
+                num_bad += bool(problems)
+                if problems:
+                    print(f"seed {seed}: " + "\n    ".join(problem[:2000] for problem in problems), flush=True)
+    took = time.perf_counter() - began
+    print(f"{len(seeds)} runs in {took:.0f} s, {num_bad} with problems; {dict(total)}")
+    return int(num_bad > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,175 @@
+"""An event loop in virtual time, and the hosts that share it.
+
+When nothing is ready, time jumps to the next timer: an hour of waiting costs nothing, and a run depends on nothing but
+its inputs. Every task, timer and callback belongs to the host in whose context it was made; a host can be stopped, when
+everything of it is set aside until it continues (SIGSTOP), and killed, when its tasks end and nobody hears of it again.
+Nothing ready and no timer is a deadlock; virtual time that never ends is a livelock: both are errors with a list of
+who waits where.
+"""
+
+import asyncio
+import heapq
+from asyncio.base_events import BaseEventLoop
+from collections import deque
+from collections.abc import Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+HOST: ContextVar["Host | None"] = ContextVar("host", default=None)
+_NEVER_S = 1e6
+
+
+class Stuck(Exception):
+    """Somebody waits for ever, or for longer than the run may take; the message says who waits where."""
+
+
+class Host:
+    """A process of the simulated cluster: whose tasks and timers they are."""
+
+    def __init__(self, name: str, loop: "VirtualLoop") -> None:
+        self.name = name
+        self.is_stopped = False
+        self.is_dead = False
+        self.context = copy_context()
+        self.context.run(HOST.set, self)
+        self._loop = loop
+        self._held: deque[asyncio.Handle] = deque()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._num_kept = 64
+        self.links: list[Any] = []  # receiving ends of links, noted by `run`
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
+        """A task that belongs to this host, whoever asks for it."""
+        return self._loop.create_task(work, name=name or f"{self.name}: {work.__qualname__}", context=self.own())
+
+    def own(self) -> Context:
+        """A context of this host for one callback."""
+        return self.context.copy()
+
+    def note(self, task: asyncio.Task[Any]) -> None:
+        """A task of this host was made."""
+        self._tasks[task] = None
+        if len(self._tasks) > self._num_kept:
+            self._tasks = dict.fromkeys(self.tasks)
+            self._num_kept = 64 + 2 * len(self._tasks)
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Those that have not ended."""
+        return [task for task in self._tasks if not task.done()]
+
+    def hold(self, handle: asyncio.Handle) -> None:
+        """Set a callback aside until the host continues."""
+        self._held.append(handle)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.is_stopped = True
+
+    def cont(self) -> None:
+        """SIGCONT: everything that became due meanwhile runs now."""
+        self.is_stopped = False
+        self._loop.add(self._held)
+        self._held.clear()
+
+    async def end(self) -> None:
+        """SIGKILL: cancel everything. Whoever brings messages sees to it that nothing of what still runs is heard."""
+        self.is_dead = True
+        self.cont()
+        while tasks := self.tasks:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+class VirtualLoop(BaseEventLoop):
+    """See the module."""
+
+    _scheduled: list[asyncio.TimerHandle]
+    _ready: deque[asyncio.Handle]
+    _stopping: bool
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__()
+        self.problems: list[str] = []  # what tasks failed with when nobody looked
+        self.set_exception_handler(self._note_problem)
+        self._limit_s = limit_s
+        self._now = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        host = context.get(HOST) if context is not None else HOST.get()
+        if host is not None:
+            host.note(task)
+        return task
+
+    def add(self, handles: deque[asyncio.Handle]) -> None:
+        """Callbacks that were set aside."""
+        self._ready.extend(handles)
+
+    def finish(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run to the end of `main`, and close."""
+        try:
+            return self.run_until_complete(main)
+        finally:
+            self.close()
+
+    def _run_once(self) -> None:
+        if not self._ready and not self._stopping:
+            self._jump()
+        while self._scheduled and self._scheduled[0]._when <= self._now:  # type: ignore[attr-defined]
+            self._ready.append(self._next_timer())
+        for _ in range(len(self._ready)):
+            handle = self._ready.popleft()
+            host: Host | None = handle._context.get(HOST)  # type: ignore[attr-defined]
+            if host is not None and host.is_stopped:
+                host.hold(handle)
+            elif not handle._cancelled:
+                handle._run()
+
+    def _next_timer(self) -> asyncio.TimerHandle:
+        timer = heapq.heappop(self._scheduled)
+        timer._scheduled = False  # type: ignore[attr-defined]
+        return timer
+
+    def _jump(self) -> None:
+        while self._scheduled and self._scheduled[0]._cancelled:
+            self._next_timer()
+        if not self._scheduled:
+            raise Stuck(f"nothing is left to run at {self._now:.3f} s\n{self.waiting()}")
+        self._now = max(self._now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        if self._now > self._limit_s:
+            raise Stuck(f"not over after {self._limit_s:g} virtual seconds\n{self.waiting()}")
+
+    def waiting(self) -> str:
+        """One line per task: its name, and the innermost place where it waits."""
+        lines = (f"  {task.get_name()}: {_place(task.get_coro())}" for task in asyncio.all_tasks(self))
+        return "\n".join(sorted(lines))
+
+    def _note_problem(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.problems.append(f"{context['message']}: {error!r} {context.get('task') or context.get('future') or ''}")
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Cancelled timers are dropped when their time comes."""
+
+    def _write_to_self(self) -> None:
+        """There is nothing to wake."""
+
+    def _process_events(self, event_list: object) -> None:
+        """There are no sockets."""
+
+
+def _place(coroutine: Any) -> str:
+    """Where a suspended coroutine waits: from its own line to the innermost one."""
+    places = []
+    while frame := getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None):
+        places.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
+    return " > ".join(places) or str(coroutine)
+
