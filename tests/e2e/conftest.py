@@ -1,4 +1,4 @@
-"""One `pdserve up` per test module, with the toy model; after each test it is at full strength and holds nothing."""
+"""One `pdserve up` for all that can share it, with the toy model; after each test it is complete and holds nothing."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +10,12 @@ from tests.toy import write_toy_model
 from tests.toy_tokenizer import write_toy_tokenizer
 
 
+@pytest.hookimpl(trylast=True)  # after the order has been shuffled
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Who shares the cluster comes last and together: it neither idles beside other tests nor starts twice."""
+    items.sort(key=lambda item: "toy_cluster" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 512 tokens that can be served with text."""
@@ -18,7 +24,7 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def toy_cluster(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two prefill and two decode workers."""
     flags = ("--model", str(toy_folder), "--prefill", "2", "--decode", "2", "--dtype", "float32")
@@ -28,7 +34,7 @@ def toy_cluster(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def cluster(toy_cluster: Cluster) -> Iterator[Cluster]:
-    """The module's cluster; every test leaves it complete and clean."""
+    """The shared cluster; every test, also one that kills parts of it, leaves it complete and clean."""
     yield toy_cluster
     status = toy_cluster.wait_complete(4)
     assert {worker.role for worker in status.workers} == {"prefill", "decode"}

@@ -3,19 +3,24 @@
 import asyncio
 import json
 import os
+import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import grpc.aio
+import psutil
 
 from cluster.readiness import is_linked
+from cluster.reaper import MARK, PROC
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +65,7 @@ class Cluster:
     address: str
     process: subprocess.Popen[bytes]
     log: Path
+    session: Path  # its private folder
 
     async def generate(self, request: generation_pb2.GenerateRequest, timeout_s: float = 110) -> Answer:
         """One whole answer over a channel of its own. Raises grpc.aio.AioRpcError."""
@@ -124,19 +130,26 @@ def running_cluster(folder: Path, *flags: str, check_exit: bool = True) -> Itera
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
-        yield Cluster(_wait_ready(process, ready, log), process, log)
+        said = _wait_ready(process, ready, log)
+        yield Cluster(said["grpc"], process, log, session_of(said))
     finally:
         code = stop(process)
     assert not check_exit or code == 0, f"up ended with {code}: {log.read_text()[-2000:]}"
 
 
-def _wait_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> str:
+def _wait_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> dict[str, str]:
     deadline = time.monotonic() + READY_LIMIT_S
     while not ready.exists():
         assert process.poll() is None, f"up ended early: {log.read_text()[-4000:]}"
         assert time.monotonic() < deadline, f"not ready: {log.read_text()[-4000:]}"
         time.sleep(0.1)
-    return str(json.loads(ready.read_text())["grpc"])
+    said: dict[str, str] = json.loads(ready.read_text())
+    return said
+
+
+def session_of(ready: dict[str, str]) -> Path:
+    """The private folder, known from the socket of its Redis."""
+    return Path(ready["redis"].removeprefix("unix://")).parent
 
 
 def stop(process: subprocess.Popen[bytes], limit_s: float = 40) -> int:
@@ -158,6 +171,38 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+def of_session(session: Path) -> list[int]:
+    """Process ids that carry the session's mark."""
+    entry, found = f"{MARK}={session}".encode(), []
+    for pid in psutil.pids():
+        try:
+            environ = (PROC / str(pid) / "environ").read_bytes()
+        except OSError:
+            continue
+        if entry in environ.split(b"\0"):
+            found.append(pid)
+    return found
+
+
+def child(session: Path, pattern: str) -> psutil.Process:
+    """The one process of the session whose command line matches."""
+    found = []
+    for pid in of_session(session):
+        with suppress(psutil.NoSuchProcess):  # Ray's helpers come and go
+            process = psutil.Process(pid)
+            found += [process] if re.search(pattern, " ".join(process.cmdline())) else []
+    (one,) = found
+    return one
+
+
+def free_port() -> int:
+    """One that no outgoing connection takes meanwhile: below the kernel's range for those."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def token_request(

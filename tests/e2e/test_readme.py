@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import READY_LIMIT_S, ROOT, stop
+from tests.e2e.harness import READY_LIMIT_S, ROOT, free_port, stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -18,8 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 def commands() -> list[list[str]]:
     """The lines of the README's console blocks that call pdserve, on a free port."""
     blocks = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     lines = [line.replace("8000", port) for block in blocks for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("pdserve ")]
 

@@ -3,22 +3,21 @@
 import asyncio
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc.aio
 import psutil
 import pytest
 
-from cluster.reaper import MARK, PROC
-from tests.e2e.harness import ROOT, Cluster, token_request
+from tests.e2e.harness import ROOT, Cluster, child, free_port, is_alive, of_session, session_of, token_request
 
 LIMIT_S = 150.0  # for anything; a slow machine is no failure
 
@@ -40,8 +39,7 @@ class Up:
 
     @property
     def session(self) -> Path:
-        """The private folder, known from the socket of its Redis."""
-        return Path(self.ready["redis"].removeprefix("unix://")).parent
+        return session_of(self.ready)
 
     @property
     def log(self) -> str:
@@ -59,7 +57,7 @@ class Up:
             time.sleep(0.1)
 
     def cluster(self) -> Cluster:
-        return Cluster(self.ready["grpc"], self.process, self.folder / "err")
+        return Cluster(self.ready["grpc"], self.process, self.folder / "err", self.session)
 
 
 @contextmanager
@@ -79,48 +77,30 @@ def starting(folder: Path, model: Path, *flags: str) -> Iterator[Up]:
             process.wait(LIMIT_S)
 
 
-def of_session(session: Path) -> list[int]:
-    """Process ids that carry the session's mark."""
-    entry, found = f"{MARK}={session}".encode(), []
-    for process in psutil.process_iter():
-        try:
-            environ = (PROC / str(process.pid) / "environ").read_bytes()
-        except OSError:
-            continue
-        if entry in environ.split(b"\0"):
-            found.append(process.pid)
-    return found
-
-
 def assert_gone(up: Up, session: Path, address: str) -> None:
     up.wait("gone", lambda: not of_session(session) and not session.exists())
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.1", int(address.rpartition(":")[2])))
 
 
-def child(session: Path, pattern: str) -> psutil.Process:
-    """The one process of the session whose command line matches."""
-    everyone = [psutil.Process(pid) for pid in of_session(session)]
-    (one,) = [process for process in everyone if re.search(pattern, " ".join(process.cmdline()))]
-    return one
-
-
-async def answers(up: Up) -> bool:
+async def answers(cluster: Cluster) -> bool:
     """Whether a request succeeds now."""
-    import grpc.aio
-
     try:
-        return len((await up.cluster().generate(token_request([5, 6, 7], 8))).token_ids) == 8
+        return len((await cluster.generate(token_request([5, 6, 7], 8))).token_ids) == 8
     except grpc.aio.AioRpcError:
         return False
 
 
 def test_two_at_once_then_one_is_killed_and_its_port_is_taken_over(tmp_path: Path, toy_folder: Path) -> None:
-    with starting(tmp_path / "a", toy_folder) as one, starting(tmp_path / "b", toy_folder) as two:
+    port = str(free_port())
+    with (
+        starting(tmp_path / "a", toy_folder) as one,
+        starting(tmp_path / "b", toy_folder, "--grpc-port", port) as two,
+    ):
         one.wait_ready()
         two.wait_ready()
-        assert asyncio.run(answers(one))
-        assert asyncio.run(answers(two))
+        assert asyncio.run(answers(one.cluster()))
+        assert asyncio.run(answers(two.cluster()))
         ready = f"pdserve ready grpc={two.ready['grpc']} redis={two.ready['redis']} pid={two.process.pid}\n"
         assert (tmp_path / "b" / "out").read_text() == ready
         assert {*of_session(one.session)}.isdisjoint(of_session(two.session))
@@ -129,15 +109,15 @@ def test_two_at_once_then_one_is_killed_and_its_port_is_taken_over(tmp_path: Pat
         two.process.kill()
         two.process.wait()
         assert_gone(two, session, address)
-        assert asyncio.run(answers(one))
+        assert asyncio.run(answers(one.cluster()))
 
-        port = address.rpartition(":")[2]
         with starting(tmp_path / "c", toy_folder, "--grpc-port", port) as three:
             three.wait_ready()
             assert three.ready["grpc"] == address
             asyncio.run(_drains(three))
             assert three.process.wait(LIMIT_S) == 0, three.log
             assert not (three.folder / "ready.json").exists()
+        _ends_without_ray(one)
 
 
 async def _drains(up: Up) -> None:
@@ -152,34 +132,48 @@ async def _drains(up: Up) -> None:
     assert_gone(up, session, address)
 
 
-def test_redis_and_the_router_come_back_and_without_ray_it_ends(tmp_path: Path, toy_folder: Path) -> None:
-    with starting(tmp_path / "a", toy_folder) as up:
-        up.wait_ready()
-        session, address = up.session, up.ready["grpc"]
-        child(session, "unixsocket").kill()
-        assert asyncio.run(answers(up))
-        up.wait("Redis again", lambda: "starting it again" in up.log)
+def _ends_without_ray(up: Up) -> None:
+    session, address = up.session, up.ready["grpc"]
+    child(session, "gcs_server").kill()
+    assert up.process.wait(LIMIT_S) == 1
+    assert "Ray's gcs_server ended" in up.log
+    assert_gone(up, session, address)
 
-        child(session, "cluster.node").kill()
-        up.wait("a router at the same address again", lambda: asyncio.run(answers(up)))
 
-        child(session, "gcs_server").kill()
-        assert up.process.wait(LIMIT_S) == 1
-        assert "Ray's gcs_server ended" in up.log
-        assert_gone(up, session, address)
+def test_redis_and_the_router_come_back(cluster: Cluster) -> None:
+    child(cluster.session, "unixsocket").kill()
+    assert asyncio.run(answers(cluster))
+    until("Redis again", lambda: "the embedded Redis ended" in cluster.log.read_text())
+
+    child(cluster.session, "cluster.node").kill()
+    until("a router at the same address again", lambda: asyncio.run(answers(cluster)))
+
+
+def until(what: str, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not {what}"
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_starting_leaves_nothing(tmp_path: Path, toy_folder: Path, number: signal.Signals) -> None:
     with starting(tmp_path / "a", toy_folder) as up:
-        up.wait("a session", lambda: bool(psutil.Process(up.process.pid).children()))
-        family = psutil.Process(up.process.pid)
-        up.wait("Ray on its way", lambda: any(each.name() == "gcs_server" for each in family.children()))
-        everyone = family.children(recursive=True)
+        up.wait("Ray on its way", lambda: "gcs_server" in names_of_children(up))
+        everyone = [each.pid for each in psutil.Process(up.process.pid).children(recursive=True)]
+        assert everyone
         up.process.send_signal(number)
         assert up.process.wait(LIMIT_S) == 0, up.log
-        assert [each for each in everyone if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
+        up.wait("gone", lambda: not any(map(is_alive, everyone)))
         assert (tmp_path / "a" / "out").read_text() == ""
+
+
+def names_of_children(up: Up) -> set[str]:
+    names = set()
+    for each in psutil.Process(up.process.pid).children():
+        with suppress(psutil.NoSuchProcess):
+            names.add(each.name())
+    return names
 
 
 def test_a_worker_that_cannot_start_ends_up_with_its_reason(tmp_path: Path, toy_folder: Path) -> None:
