@@ -23,6 +23,8 @@ from pdserve.v1.generation_pb2_grpc import GenerationServiceStub
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 2.0
+# A router that has just started knows no workers yet, and has all its clients back at once.
+_PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _log = logging.getLogger(__name__)
 
 
@@ -39,8 +41,8 @@ async def generate(
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     """As the stub's Generate, over as many connections as it takes; `usage.resumes` counts those, too.
 
-    Raises AioRpcError: what no other router can mend at once, the last error when `resume_for_s` is over, and
-    DEADLINE_EXCEEDED. A server that was never reached is no break. Close it where you stop reading early.
+    Raises AioRpcError: a router's refusal, the last error when `resume_for_s` is over, and DEADLINE_EXCEEDED. A router
+    that was never reached is no break. Close the generator where you stop reading early.
     """
     kept, patience = _Kept(request), _Patience(limits)
     while True:
@@ -101,7 +103,7 @@ class _Patience:
         self._now = asyncio.get_running_loop().time
         self._deadline = self._now() + limits.timeout_s
         self._resume_for_s = limits.resume_for_s
-        self._give_up_at: float | None = None  # None: the stream is whole
+        self._give_up_at: float | None = None  # None: not broken
         self._next_wait_s = FIRST_WAIT_S
         self.num_breaks = 0
 
@@ -119,21 +121,24 @@ class _Patience:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            reached = channel.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE
-            await asyncio.sleep(self._wait_s(error, reached))
+            if not self._may_mend(error, channel.get_state()):
+                raise
+            self._note_break(error)
+            wait_s, self._next_wait_s = self._next_wait_s, min(2 * self._next_wait_s, LONGEST_WAIT_S)
+            await asyncio.sleep(max(0.0, min(wait_s * random.uniform(0.5, 1.0), self.left_s())))
 
-    def _wait_s(self, error: grpc.aio.AioRpcError, reached: bool) -> float:
-        """Raises `error` when there is no next try."""
-        passes = {grpc.StatusCode.UNAVAILABLE} if reached or self.num_breaks else set()
-        if self.num_breaks:  # a restarted router has all its clients back at once
-            passes.add(grpc.StatusCode.RESOURCE_EXHAUSTED)
-        if error.code() not in passes or self._resume_for_s <= 0:
-            raise error
+    def _may_mend(self, error: grpc.aio.AioRpcError, state: grpc.ChannelConnectivity) -> bool:
+        """A refusal by a router that stays is its last word, except to a client that has just come back to it."""
+        if self._give_up_at is not None:
+            return error.code() in _PASSING and self._now() < self._give_up_at
+        if error.code() is not grpc.StatusCode.UNAVAILABLE or self._resume_for_s <= 0:
+            return False
+        if rpc.is_refusal(error):
+            return state is not grpc.ChannelConnectivity.READY  # it is shutting down
+        return state is not grpc.ChannelConnectivity.TRANSIENT_FAILURE  # else nobody was there
+
+    def _note_break(self, error: grpc.aio.AioRpcError) -> None:
         if self._give_up_at is None:
             self._give_up_at = self._now() + self._resume_for_s
             self.num_breaks += 1
             _log.warning("the stream broke (%s); reconnecting for up to %g s", error.details(), self._resume_for_s)
-        elif self._now() > self._give_up_at:
-            raise error
-        wait_s, self._next_wait_s = self._next_wait_s, min(2 * self._next_wait_s, LONGEST_WAIT_S)
-        return max(0.0, min(wait_s * random.uniform(0.5, 1.0), self.left_s()))

@@ -168,3 +168,8 @@ def error_of(error: grpc.aio.AioRpcError) -> PdserveError:
         if detail.Unpack(info) and info.domain == _DOMAIN and info.reason != PARTIAL_OUTPUT:
             return from_wire(info.reason, status.message)
     return Unavailable(f"{error.code().name}: {error.details()}")
+
+
+def is_refusal(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the call failed with a server's own error, not because of the connection."""
+    return rpc_status.from_call(error) is not None  # type: ignore[arg-type]  # as above

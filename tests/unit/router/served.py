@@ -81,7 +81,10 @@ class Playback:
 class Served:
     """A running server, its stub and its pipeline."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, text: TextModel, pipeline: Playback) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, channel: grpc.aio.Channel, address: str, text: TextModel, pipeline: Playback
+    ) -> None:
+        self.server = server
         self.stub = generation_pb2_grpc.GenerationServiceStub(channel)
         self.address = address
         self.text = text
@@ -131,7 +134,7 @@ async def serving(folder: Path, port: int = 0) -> AsyncIterator[Served]:
     address = f"127.0.0.1:{rpc.listen(server, '127.0.0.1', port)}"
     await server.start()
     async with rpc.channel(address) as channel:
-        yield Served(channel, address, text, pipeline)
+        yield Served(server, channel, address, text, pipeline)
     await server.stop(None)
 
 
