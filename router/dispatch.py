@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from pdserve.errors import LegFailed, NoCapacity, Unavailable
 from pdserve.request import Incarnation, WorkRequest
+from router.affinity import Affinity, Prefix
 from router.decode_client import HeldTicket
 from router.directory import Directory
 from router.peers import DecodePeer, PrefillPeer
-from router.policy import choose, open_prefills
+from router.policy import Known, choose, open_prefills
 from router.waiting_room import Arrival, Seat, WaitingRoom
 
 NO_WORKER_LIMIT_S = 30.0  # a restarted worker is back well before
@@ -34,9 +35,9 @@ class Legs:
     num_waiting: int = 0  # prompt tokens that count as queued on the prefill worker
     num_resuming: int = 0  # 1 while this resumed request counts as being prefilled
 
-    def occupy(self, wish: Wish) -> None:
-        """Count the prompt as queued on the prefill worker."""
-        self.num_waiting, self.num_resuming = len(wish.work.token_ids), int(wish.resumes)
+    def occupy(self, num_tokens: int, *, resumes: bool) -> None:
+        """Count `num_tokens` of the prompt as queued on the prefill worker."""
+        self.num_waiting, self.num_resuming = num_tokens, int(resumes)
         self.prefill.client.queued_tokens += self.num_waiting
         self.prefill.client.num_resuming += self.num_resuming
 
@@ -54,6 +55,7 @@ class Dispatcher:
         self._directory = directory
         self._room = room
         self._chunk_tokens = chunk_tokens
+        self._affinity = Affinity()
 
     def arrive(self, priority: int) -> Arrival:
         """A request comes for the first time; all its attempts are as old as this."""
@@ -67,7 +69,7 @@ class Dispatcher:
             seat = self._room.enter(arrival, resumes=wish.resumes)
             try:
                 legs = await self._seize(seat, wish, held)
-                legs.occupy(wish)
+                self._note(legs, wish)
             finally:
                 self._room.leave(seat)
             held.callback(legs.vacate)
@@ -81,12 +83,29 @@ class Dispatcher:
     async def _seize(self, seat: Seat, wish: Wish, held: AsyncExitStack) -> Legs:
         while True:
             await self._turn(seat)
-            prefills = open_prefills(self._directory.prefills, self._chunk_tokens, resumes=wish.resumes)
+            known = self._known(wish)
+            prefills = open_prefills(self._directory.prefills, self._chunk_tokens, known, resumes=wish.resumes)
             if wish.work.num_emitted + 1 >= wish.work.max_tokens:  # one token is prefill's own: it needs no decode leg
                 if prefills:
                     return Legs(prefills[0], None, None)
-            elif legs := await self._reserve(wish, prefills, held):
+            elif legs := await self._reserve(wish, prefills, known, held):
                 return legs
+
+    def _known(self, wish: Wish) -> Known:
+        """What each worker has probably kept of the prompt."""
+        if not self._directory.prefills:
+            return lambda _: 0
+        prefix = _prefix(wish, self._directory.prefills[0])
+        return lambda incarnation: self._affinity.known_tokens(prefix, incarnation)
+
+    def _note(self, legs: Legs, wish: Wish) -> None:
+        """The prompt goes to these legs."""
+        prefix = _prefix(wish, legs.prefill)
+        known_tokens = self._affinity.known_tokens(prefix, legs.prefill.info.incarnation)
+        legs.occupy(len(wish.work.token_ids) - known_tokens, resumes=wish.resumes)
+        self._affinity.note(prefix, legs.prefill.info.incarnation)
+        if legs.decode is not None:
+            self._affinity.note(prefix, legs.decode.info.incarnation)
 
     async def _turn(self, seat: Seat) -> None:
         """Wait for something to change while the seat is first. Raises Unavailable when nobody serves for long."""
@@ -99,10 +118,12 @@ class Dispatcher:
             if self._directory.down_for_s() > NO_WORKER_LIMIT_S:
                 raise Unavailable(f"no prefill worker has reached a decode worker for {NO_WORKER_LIMIT_S:g} s")
 
-    async def _reserve(self, wish: Wish, prefills: list[PrefillPeer], held: AsyncExitStack) -> Legs | None:
+    async def _reserve(
+        self, wish: Wish, prefills: list[PrefillPeer], known: Known, held: AsyncExitStack
+    ) -> Legs | None:
         """Ask one decode worker after the other; None when all have refused for now."""
         refused: set[Incarnation] = set()
-        while pair := choose(prefills, self._directory.decodes, refused):
+        while pair := choose(prefills, self._directory.decodes, known, refused):
             prefill, decode = pair
             try:
                 reservation = decode.client.reserve(wish.work, whole=wish.resumes)
@@ -110,3 +131,7 @@ class Dispatcher:
             except (NoCapacity, LegFailed):
                 refused.add(decode.info.incarnation)
         return None
+
+
+def _prefix(wish: Wish, peer: PrefillPeer) -> Prefix:
+    return Prefix(wish.work.token_ids, peer.info.card.kv_layout.page_tokens)

@@ -6,7 +6,7 @@ from pdserve.model_card import KvLayout, ModelCard
 from pdserve.request import Incarnation, WorkerId
 from pdserve.v1 import cluster_pb2
 from router.peers import DecodePeer, PrefillPeer
-from router.policy import choose, open_prefills
+from router.policy import TOKENS_PER_REQUEST, Known, choose, open_prefills
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=16, page_tokens=16, dtype="float32", page_format="toy")
 
@@ -34,8 +34,12 @@ def decode(id: str, load: int, model: str = "f") -> DecodePeer:
     return DecodePeer(info(id, "decode", model), Client(load), worker_pb2.WatchResponse())  # type: ignore[arg-type]
 
 
-def opened(prefills: list[PrefillPeer], *, resumes: bool = False) -> list[str]:
-    return [peer.info.id for peer in open_prefills(prefills, 256, resumes=resumes)]
+def nothing(_: Incarnation) -> int:
+    return 0
+
+
+def opened(prefills: list[PrefillPeer], known: Known = nothing, *, resumes: bool = False) -> list[str]:
+    return [peer.info.id for peer in open_prefills(prefills, 256, known, resumes=resumes)]
 
 
 def ids(pair: tuple[PrefillPeer, DecodePeer] | None) -> tuple[str, str] | None:
@@ -45,17 +49,17 @@ def ids(pair: tuple[PrefillPeer, DecodePeer] | None) -> tuple[str, str] | None:
 def test_the_least_loaded_of_each() -> None:
     prefills = [prefill("p0", 300, "d0", "d1"), prefill("p1", 20, "d0", "d1")]
     assert opened(prefills) == ["p1", "p0"]
-    assert ids(choose(prefills, [decode("d0", 4), decode("d1", 3)], ())) == ("p0", "d1")
+    assert ids(choose(prefills, [decode("d0", 4), decode("d1", 3)], nothing, ())) == ("p0", "d1")
 
 
 def test_a_prefill_worker_without_links_is_passed_over() -> None:
     prefills = [prefill("p0", 0), prefill("p1", 500, "d0")]
-    assert ids(choose(prefills, [decode("d0", 4)], ())) == ("p1", "d0")
+    assert ids(choose(prefills, [decode("d0", 4)], nothing, ())) == ("p1", "d0")
 
 
 def test_whoever_refused_is_passed_over() -> None:
     prefills = [prefill("p0", 0, "d0"), prefill("p1", 10, "d0", "d1")]
-    assert ids(choose(prefills, [decode("d0", 0), decode("d1", 9)], {Incarnation("d0!")})) == ("p1", "d1")
+    assert ids(choose(prefills, [decode("d0", 0), decode("d1", 9)], nothing, {Incarnation("d0!")})) == ("p1", "d1")
 
 
 def test_two_chunk_budgets_are_enough() -> None:
@@ -75,11 +79,11 @@ def test_who_is_draining_gets_nothing_new() -> None:
     assert opened([leaving, staying]) == ["b"]
     decodes = [decode("d0", 0), decode("d1", 9)]
     decodes[0].beat.draining = True
-    assert ids(choose([staying], decodes, ())) == ("b", "d1")
+    assert ids(choose([staying], decodes, nothing, ())) == ("b", "d1")
 
 
 def test_another_model_is_no_pair() -> None:
-    assert choose([prefill("p0", 0, "d0")], [decode("d0", 0, model="g")], ()) is None
+    assert choose([prefill("p0", 0, "d0")], [decode("d0", 0, model="g")], nothing, ()) is None
 
 
 def test_what_others_queued_counts_and_what_we_had_queued_at_the_beat_does_not() -> None:
@@ -88,3 +92,20 @@ def test_what_others_queued_counts_and_what_we_had_queued_at_the_beat_does_not()
     assert peer.queued_tokens == 350
     peer.client.queued_tokens = 0
     assert peer.queued_tokens == 250
+
+
+def test_a_known_prefix_is_work_that_is_done_already() -> None:
+    known = {Incarnation("p1!"): 100, Incarnation("d1!"): 2 * TOKENS_PER_REQUEST}
+    prefills = [prefill("p0", 0, "d0", "d1"), prefill("p1", 99, "d0", "d1")]
+    assert opened(prefills, lambda each: known.get(each, 0)) == ["p1", "p0"]
+    prefills[1].client.queued_tokens = 101
+    assert opened(prefills, lambda each: known.get(each, 0)) == ["p0", "p1"]
+    decodes = [decode("d0", 1), decode("d1", 2)]
+    assert ids(choose(prefills, decodes, lambda each: known.get(each, 0), ())) == ("p0", "d1")
+    decodes[1] = decode("d1", 4)
+    assert ids(choose(prefills, decodes, lambda each: known.get(each, 0), ())) == ("p0", "d0")
+
+
+def test_affinity_never_beats_capacity() -> None:
+    prefills = [prefill("p0", 0), prefill("p1", 513)]
+    assert opened(prefills, lambda each: 10_000 if each == "p1!" else 0) == ["p0"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.prefix import ROOT, page_hash, prompt_hashes
+from pdserve.prefix import ROOT, page_hash, prompt_hashes
 
 
 @pytest.mark.parametrize(("length", "pages"), [(1, 0), (15, 0), (16, 0), (17, 1), (32, 1), (33, 2), (49, 3)])
