@@ -40,6 +40,7 @@ class Stage:
         self.engine = engine
         self.layout = engine.card.kv_layout
         self.worker = DecodeWorker(engine, WorkerId("decode-0"), Incarnation("inc"), max_batch)
+        self.history: list[StepUpdate] = []
         self._calls = itertools.count()
 
     def step(self, *commands: Command) -> StepUpdate:
@@ -47,6 +48,7 @@ class Stage:
         for command in commands:
             self.worker.submit(command)
         update = self.worker.step()
+        self.history.append(update)
         assert self.worker.ledger().problems == ()
         return update
 
@@ -85,6 +87,17 @@ class Stage:
         ticket = self.reserve(request, whole=whole, stream=stream)
         self.step(self.rest(ticket), Decode(stream, ticket, Token(request.num_emitted, 9)))
         return ticket
+
+    def finish(self, ticket: Ticket, *commands: Command) -> list[int]:
+        """Commands, then steps until the ticket is gone; the ids of its tokens meanwhile. Raises what it fails with."""
+        update, token_ids = self.step(*commands), []
+        while True:
+            token_ids += [each.token.token_id for each in update.emitted if each.counter == ticket.counter]
+            for failed in update.failed:
+                raise failed.error
+            if not self.worker.is_live(ticket.counter):
+                return token_ids
+            update = self.step()
 
 
 class Prefill:
