@@ -40,9 +40,9 @@ def test_nothing_of_the_session_survives_a_closed_pipe(folder: Path) -> None:
         watcher.terminate()  # a reaper is not to be talked out of it
         assert {each.pid for each in reaper.marked(str(folder))} == {sleeper.pid, stubborn.pid}
         watcher.stdin.close()
-        ended = (watcher.wait(20), sleeper.wait(5), stubborn.wait(5), stranger.poll())
+        ended = (sleeper.wait(20), stubborn.wait(20), watcher.wait(20), stranger.poll())
         stranger.kill()
-        assert ended == (0, -15, -9, None)
+        assert ended == (-15, -9, 0, None)
     assert not folder.exists()
 
 
