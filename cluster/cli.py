@@ -1,4 +1,4 @@
-"""The command line: `pdserve up`, `generate`, `status`. What a command needs is imported when it runs.
+"""The command line: `pdserve up`, `generate`, `status` and so on. What a command needs is imported when it runs.
 
 Exit codes: 0 done; 1 it could not be done now; 2 it was asked for wrongly. Errors are one line.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from cluster.flags import GenerateFlags, RouterFlags, UpFlags, flags_of
+from cluster.flags import AuditFlags, ChaosFlags, DrainFlags, GenerateFlags, RouterFlags, UpFlags, flags_of
 from pdserve import __version__
 from pdserve.errors import ConfigError, InvalidRequest, PdserveError
 
@@ -22,6 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+kv = typer.Typer(help="Look after KV pages.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(kv, name="kv")
 
 
 def main() -> None:
@@ -73,6 +75,48 @@ def status_command(flags: RouterFlags) -> None:
         from cluster.status import status
 
         status(flags)
+
+
+@app.command("drain")
+@flags_of(DrainFlags)
+def drain_command(flags: DrainFlags) -> None:
+    """Let a worker leave the cluster for good.
+
+    It takes no new requests; those that run finish, or go on elsewhere after the limit. Returns once the worker has
+    left. SIGTERM to a worker's process does the same, with a limit of 10 s.
+    """
+    with _errors():
+        from cluster.control import drain
+
+        drain(flags)
+
+
+@kv.command("audit")
+@flags_of(AuditFlags)
+def audit_command(flags: AuditFlags) -> None:
+    """Check who holds which KV pages: routers and workers must agree.
+
+    Prints every worker's pages and their holders. Exits with 1 when a page has leaked, when two views still differ
+    after a second, or when a worker does not answer.
+    """
+    with _errors():
+        from cluster.audit import audit
+
+        if not audit(flags):
+            raise typer.Exit(1)
+
+
+@app.command("chaos")
+@flags_of(ChaosFlags)
+def chaos_command(flags: ChaosFlags) -> None:
+    """Harm a worker, in a cluster started with --chaos.
+
+    No request should fail, and no token be lost, doubled or changed.
+    """
+    with _errors():
+        from cluster.control import chaos
+
+        chaos(flags)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -10,6 +11,9 @@ import typer
 
 T = TypeVar("T")
 NOT_SETTINGS = ("config", "ready_file")
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+Address = Annotated[str, typer.Option(envvar="PDSERVE_ADDRESS", help="host:port of a router.")]
+WorkerName = Annotated[str, typer.Argument(help="As `pdserve status` names it.")]
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,10 @@ class UpFlags:
     threads: Annotated[int | None, typer.Option(help="Of each worker's engine; default 1.")] = None
     redis_url: Annotated[str | None, typer.Option(help="Your Redis; default an embedded one.")] = None
     ray_address: Annotated[str | None, typer.Option(help="A Ray to join; default one of our own.")] = None
+    verify_kv: Annotated[
+        bool | None, typer.Option("--verify-kv", help="A checksum per KV payload, checked on arrival.")
+    ] = None
+    chaos: Annotated[bool | None, typer.Option("--chaos", help="Obey `pdserve chaos`: for tests.")] = None
     run_dir: Annotated[str | None, typer.Option(help="Where logs are kept; default nowhere.")] = None
     ready_file: Annotated[Path | None, typer.Option(help="Gets {grpc, redis, pid} as JSON when ready.")] = None
 
@@ -43,8 +51,49 @@ class UpFlags:
 class RouterFlags:
     """Where the router is, and how to print what it says."""
 
-    address: Annotated[str, typer.Option(envvar="PDSERVE_ADDRESS", help="host:port of a router.")] = "127.0.0.1:50051"
+    address: Address = DEFAULT_ADDRESS
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+
+@dataclass(frozen=True)
+class AuditFlags:
+    """Of `pdserve kv audit`."""
+
+    address: Annotated[
+        list[str] | None,
+        typer.Option(envvar="PDSERVE_ADDRESS", help=f"host:port of every router; default {DEFAULT_ADDRESS}."),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+
+@dataclass(frozen=True)
+class DrainFlags:
+    """Of `pdserve drain`."""
+
+    worker: WorkerName
+    limit_s: Annotated[float, typer.Option(min=0, help="For running requests to finish; then they move.")] = 30.0
+    force: Annotated[bool, typer.Option("--force", help="Also the last worker of its role.")] = False
+    address: Address = DEFAULT_ADDRESS
+
+
+class Harm(Enum):
+    """What `pdserve chaos` does to a worker."""
+
+    KILL = "kill"
+    STOP = "stop"
+    CUT = "cut"
+    SLOW = "slow"
+
+
+@dataclass(frozen=True)
+class ChaosFlags:
+    """Of `pdserve chaos`."""
+
+    harm: Annotated[Harm, typer.Argument(help="SIGKILL; SIGSTOP for a time; break its links; slow them for a time.")]
+    worker: WorkerName
+    for_s: Annotated[float, typer.Option(help="Of stop and slow: seconds until it ends.")] = 3.0
+    bytes_per_s: Annotated[float, typer.Option(help="Of slow: what its links may send.")] = 1e6
+    address: Address = DEFAULT_ADDRESS
 
 
 @dataclass(frozen=True)
@@ -52,7 +101,7 @@ class GenerateFlags:
     """Of `pdserve generate`; None leaves a field of the request unset."""
 
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")]
-    address: Annotated[str, typer.Option(envvar="PDSERVE_ADDRESS", help="host:port of a router.")] = "127.0.0.1:50051"
+    address: Address = DEFAULT_ADDRESS
     model: Annotated[str, typer.Option(help="Default: the only one served.")] = ""
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's chat message.")] = False
     max_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 256

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
@@ -10,8 +12,8 @@ import grpc.aio
 from cluster.flags import RouterFlags
 from cluster.generate import explained, plain
 from pdserve import rpc
+from pdserve.v1 import cluster_pb2_grpc
 from pdserve.v1.cluster_pb2 import GetStatusRequest, GetStatusResponse, WorkerStatus
-from pdserve.v1.cluster_pb2_grpc import ClusterServiceStub
 
 CALL_LIMIT_S = 10.0
 _HEAD = (
@@ -27,6 +29,7 @@ _HEAD = (
     "IN USE",
     "PROMISED",
     "EXACT",
+    "STATE",
     "LINKED",
 )
 
@@ -48,18 +51,29 @@ def to_plain(response: GetStatusResponse) -> dict[str, Any]:
 
 def table(response: GetStatusResponse) -> str:
     """Aligned columns, one line per worker, and a line about the router."""
-    rows = [_HEAD, *map(_row, response.workers)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned([_HEAD, *map(_row, response.workers)])
     return "\n".join([*lines, f"{response.queued_requests} requests queued, {response.running_requests} running"])
 
 
-async def _ask(address: str) -> GetStatusResponse:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line per row, its cells under those of the first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+@asynccontextmanager
+async def cluster_service(address: str) -> "AsyncIterator[cluster_pb2_grpc.ClusterServiceAsyncStub]":
+    """A router's ClusterService; what its calls fail with becomes a typed error."""
     async with rpc.channel(address) as channel:
         try:
-            return await ClusterServiceStub(channel).GetStatus(GetStatusRequest(), timeout=CALL_LIMIT_S)
+            yield cluster_pb2_grpc.ClusterServiceStub(channel)
         except grpc.aio.AioRpcError as error:
             raise explained(error, address) from None
+
+
+async def _ask(address: str) -> GetStatusResponse:
+    async with cluster_service(address) as service:
+        return await service.GetStatus(GetStatusRequest(), timeout=CALL_LIMIT_S)
 
 
 def _worker(worker: WorkerStatus) -> dict[str, Any]:
@@ -71,5 +85,14 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
     pages = (worker.pages.total, worker.pages.free, worker.pages.cached, worker.pages.in_use, worker.pages.promised)
     numbers = (worker.load.requests, worker.load.queued_tokens, *pages)
     exact = "yes" if worker.exact else "no"
-    linked = ",".join(worker.linked)
-    return worker.id, worker.role, str(worker.pid), worker.address, *map(str, numbers), exact, linked
+    state = "draining" if worker.draining else "serving"
+    return (
+        worker.id,
+        worker.role,
+        str(worker.pid),
+        worker.address,
+        *map(str, numbers),
+        exact,
+        state,
+        ",".join(worker.linked),
+    )

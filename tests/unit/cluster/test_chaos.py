@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -76,22 +76,22 @@ async def pause(victim: asyncio.subprocess.Process, for_s: float) -> asyncio.sub
     return await asyncio.create_subprocess_exec(sys.executable, str(PAUSE), str(victim.pid), "0", str(for_s))
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def until_is(pid: int, state: str) -> None:
     async with asyncio.timeout(10):
-        while not holds():
+        while psutil.Process(pid).status() != state:
             await asyncio.sleep(0.01)
 
 
 async def test_a_stopped_process_goes_on_by_itself(victim: asyncio.subprocess.Process) -> None:
     pauser = await pause(victim, for_s=0.3)
-    await until(lambda: psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED)
+    await until_is(victim.pid, psutil.STATUS_STOPPED)
     assert await pauser.wait() == 0
-    await until(lambda: psutil.Process(victim.pid).status() == psutil.STATUS_SLEEPING)
+    await until_is(victim.pid, psutil.STATUS_SLEEPING)
 
 
 async def test_the_pause_does_not_outlive_the_process(victim: asyncio.subprocess.Process) -> None:
     pauser = await pause(victim, for_s=60)
-    await until(lambda: psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED)
+    await until_is(victim.pid, psutil.STATUS_STOPPED)
     victim.kill()
     async with asyncio.timeout(10):
         assert await pauser.wait() == 0
@@ -117,7 +117,7 @@ async def test_kill_and_stop_meet_the_process_that_was_asked() -> None:
         async with asyncio.timeout(20):
             assert await process.stdout.readline() == b"answered\n"
             if harm == "stop":
-                await until(lambda pid=process.pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-                await until(lambda pid=process.pid: psutil.Process(pid).status() == psutil.STATUS_SLEEPING)
+                await until_is(process.pid, psutil.STATUS_STOPPED)
+                await until_is(process.pid, psutil.STATUS_SLEEPING)
                 process.kill()
             assert await process.wait() == -9

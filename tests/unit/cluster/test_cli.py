@@ -20,7 +20,7 @@ from pdserve.v1 import generation_pb2 as pb
 ROOT = Path(__file__).resolve().parents[3]
 STATUS = cpb.GetStatusResponse(
     workers=[cpb.WorkerStatus(id="decode-0", role="decode", pid=7, incarnation="i", address="h:1", exact=True,
-                              pages=cpb.Pages(total=9, free=8, in_use=1))],
+                              draining=True, pages=cpb.Pages(total=9, free=8, in_use=1))],
     queued_requests=2,
 )  # fmt: skip
 
@@ -157,7 +157,20 @@ async def test_status_as_table_and_as_json(run: Commands) -> None:
     code, out, _ = await run("status")
     assert code == 0
     assert out.splitlines()[0].split()[:3] == ["ID", "ROLE", "PID"]
-    assert out.splitlines()[1].split() == ["decode-0", "decode", "7", "h:1", *"00", "9", "8", "0", "1", "0", "yes"]
+    assert out.splitlines()[1].split() == [
+        "decode-0",
+        "decode",
+        "7",
+        "h:1",
+        *"00",
+        "9",
+        "8",
+        "0",
+        "1",
+        "0",
+        "yes",
+        "draining",
+    ]
     code, out, _ = await run("status", "--json")
     worker = json.loads(out)["workers"][0]
     assert (worker["id"], worker["role"], worker["pid"], worker["incarnation"]) == ("decode-0", "decode", 7, "i")
