@@ -59,15 +59,17 @@ def test_resumed_prompts_go_before_new_ones_in_their_own_order() -> None:
 
 def test_without_pages_the_oldest_waits_and_nobody_overtakes_but_who_has_pages_goes_on() -> None:
     pool = PagePool(6)
-    queue = PrefillScheduler(pool, PAGE, budget=16)
-    first = queue.add(0, own(0, 48))
+    queue = PrefillScheduler(pool, PAGE, budget=32)
+    first = queue.add(0, own(0, 80))
     queue.advance(queue.schedule())
     queue.add(1, work(range(100, 164), num_emitted=3))  # resumed: ahead, but there is no room for its 4 pages
     queue.add(2, own(2, 5))
-    assert chunks(queue.schedule()) == [(0, 16, 32)]
+    queue.advance(queue.schedule())
+    assert first.num_ready == 64
+    assert chunks(queue.schedule()) == [(0, 64, 80)], "there is room for the small one, and budget left"
     queue.remove(first)
     pool.give_back(first.page_ids, 0)
-    assert chunks(queue.schedule()) == [(1, 0, 16)]
+    assert chunks(queue.schedule()) == [(1, 0, 32)]
 
 
 def test_a_removed_prompt_is_not_computed() -> None:
