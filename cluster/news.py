@@ -15,6 +15,7 @@ from pdserve.request import Incarnation
 from router.peers import CONNECT_LIMIT_S, Heartbeat
 
 RETRY_S = 0.5
+SILENCE_LIMIT_S = 2.0  # routers take half of it: what is said here should be worth a line, on a busy machine, too
 
 
 class News:
@@ -78,6 +79,6 @@ class News:
                 await heartbeat.next(CONNECT_LIMIT_S)
                 while True:
                     yield
-                    await heartbeat.next()
+                    await heartbeat.next(SILENCE_LIMIT_S)
             finally:
                 heartbeat.close()

@@ -38,7 +38,7 @@ class View(Protocol):
         ...
 
     def members(self) -> Sequence[WorkerInfo]:
-        """The workers."""
+        """All workers that have not left, whether alive or not."""
         ...
 
     def held(self) -> Sequence[pb.HeldTicket]:

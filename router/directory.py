@@ -38,6 +38,7 @@ class Directory:
         self._on_change = on_change
         self._keepers: dict[Incarnation, asyncio.Task[None]] = {}
         self._peers: dict[Incarnation, Peer] = {}
+        self.members: tuple[WorkerInfo, ...] = ()  # the lost ones, too
         self._served_at = asyncio.get_running_loop().time()
 
     @property
@@ -78,6 +79,7 @@ class Directory:
             await asyncio.gather(*self._keepers.values(), return_exceptions=True)
 
     def _reconcile(self, view: tuple[WorkerInfo, ...]) -> None:
+        self.members = view
         members = {info.incarnation: info for info in view}
         for incarnation in self._keepers.keys() - members.keys():
             self._keepers.pop(incarnation).cancel()

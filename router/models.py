@@ -57,9 +57,9 @@ class Status:
             running_requests=self._pipeline.num_running,
         )
 
-    def members(self) -> list[WorkerInfo]:
-        """The workers that can be asked."""
-        return [peer.info for peer in self._peers()]
+    def members(self) -> tuple[WorkerInfo, ...]:
+        """All workers that have not left, whether alive or not."""
+        return self._directory.members
 
     def held(self) -> list[cluster_pb2.HeldTicket]:
         """The tickets of this router, on all decode workers."""
