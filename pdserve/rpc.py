@@ -40,6 +40,10 @@ _SERVER_OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not a silent share
+    # calls that the event loop has not looked at yet; gRPC cancels some of those beyond 1,000 and all beyond 3,000,
+    # without a word why, where our own queue would say when to come back
+    ("grpc.server.max_pending_requests", 20_000),
+    ("grpc.server.max_pending_requests_hard_limit", 40_000),
 )
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,

@@ -3,12 +3,14 @@
 import logging
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2
 
 from pdserve import rpc
-from pdserve.errors import InvalidRequest
+from pdserve.errors import InvalidRequest, QueueFull
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 
 HEALTH = "/grpc.health.v1.Health/"
 JUNK = b"\xff\xff\xff"
@@ -40,3 +42,23 @@ async def test_bytes_that_are_no_message_are_invalid_and_not_logged(
             assert await answer(channel, method, health_pb2.HealthCheckRequest().SerializeToString())
     finally:
         await server.stop(None)
+
+
+class Full(cluster_pb2_grpc.ClusterServiceServicer):
+    """Has no room for anybody."""
+
+    async def GetStatus(self, request, context):  # type: ignore[no-untyped-def]
+        await rpc.abort(context, QueueFull("full", 1.5))
+
+
+async def test_a_flood_is_refused_by_us_and_not_by_grpc() -> None:
+    server = rpc.server()
+    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(Full(), server)  # type: ignore[abstract]
+    port = rpc.listen(server, "127.0.0.1", 0)
+    await server.start()
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+        calls = [stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=60) for _ in range(2000)]
+        codes = {await call.code() for call in calls}
+    await server.stop(None)
+    assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
