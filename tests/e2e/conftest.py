@@ -13,7 +13,11 @@ from tests.toy_tokenizer import write_toy_tokenizer
 @pytest.hookimpl(trylast=True)  # after the order has been shuffled
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Who shares the cluster comes last and together: it neither idles beside other tests nor starts twice."""
-    items.sort(key=lambda item: "toy_cluster" in getattr(item, "fixturenames", ()))
+    sharing = [item for item in items if "toy_cluster" in getattr(item, "fixturenames", ())]
+    for item in sharing:
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))  # any of them may be the one that waits for the start
+    items.sort(key=sharing.__contains__)
 
 
 @pytest.fixture(scope="session")
