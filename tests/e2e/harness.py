@@ -67,13 +67,17 @@ class Cluster:
     log: Path
     session: Path  # its private folder
 
-    async def generate(self, request: generation_pb2.GenerateRequest, timeout_s: float = 110) -> Answer:
-        """One whole answer over a channel of its own. Raises grpc.aio.AioRpcError."""
-        answer = Answer()
+    async def follow(self, request: generation_pb2.GenerateRequest, answer: Answer, timeout_s: float = 110) -> None:
+        """Fill in `answer` as it comes, over a channel of its own. Raises grpc.aio.AioRpcError."""
         async with grpc.aio.insecure_channel(self.address) as channel:
             call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=timeout_s)
             async for response in call:
                 answer.add(response)
+
+    async def generate(self, request: generation_pb2.GenerateRequest, timeout_s: float = 110) -> Answer:
+        """One whole answer. Raises grpc.aio.AioRpcError."""
+        answer = Answer()
+        await self.follow(request, answer, timeout_s)
         return answer
 
     async def generate_all(self, requests: Sequence[generation_pb2.GenerateRequest], concurrency: int) -> list[Answer]:

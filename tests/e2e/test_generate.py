@@ -13,12 +13,13 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from cluster import resumable
 from engine.batch import Chunk
 from engine.load import EngineConfig, load_engine
 from engine.sampler import Step, sample
 from pdserve.request import Sampling, WorkRequest
 from pdserve.v1 import generation_pb2 as pb
-from tests.e2e.harness import ROOT, Cluster, token_request
+from tests.e2e.harness import ROOT, Answer, Cluster, token_request
 
 
 def prompt(length: int) -> list[int]:
@@ -84,6 +85,30 @@ async def test_text_chat_and_stop_strings(cluster: Cluster) -> None:
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finished is not None
     assert cut.finished.stop_match.stop_string == stop
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+async def test_a_client_goes_on_from_any_token(cluster: Cluster, seed: int | None) -> None:
+    request = token_request(prompt(40), 24, seed=seed)
+    whole = await cluster.generate(request)
+    assert whole.started is not None
+    for received in (0, 1, 8, 22, 23, 24):
+        request.resume.CopyFrom(
+            pb.Resume(
+                token_ids=whole.token_ids[:received],
+                seed=whole.started.seed,
+                model_fingerprint=whole.started.model_fingerprint,
+                prompt_tokens=whole.started.prompt_tokens,
+            )
+        )
+        rest = Answer(token_ids=whole.token_ids[:received])
+        async for response in resumable.generate(cluster.address, request, resumable.Limits()):
+            rest.add(response)
+        assert (rest.token_ids, rest.text) == (whole.token_ids, whole.text)
+        assert rest.finished is not None
+        usage = rest.finished.usage
+        assert (usage.completion_tokens, usage.prompt_tokens) == (24, 40)
+        assert usage.decode_steps == max(0, 23 - received)
 
 
 INVALID = {
