@@ -32,7 +32,7 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def toy_cluster(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two prefill and two decode workers."""
     flags = ("--model", str(toy_folder), "--prefill", "2", "--decode", "2", "--dtype", "float32")
-    with running_cluster(tmp_path_factory.mktemp("up"), *flags) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("up"), *flags, "--chaos", "--verify-kv") as cluster:
         yield cluster
 
 

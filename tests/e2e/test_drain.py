@@ -1,0 +1,86 @@
+"""A worker that drains leaves for good, and no request notices more than a pause."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.audit import audit
+from cluster.control import drain
+from cluster.flags import AuditFlags, DrainFlags
+from tests.e2e.harness import ROOT, Answer, Cluster, is_alive, running_cluster, token_request
+
+NUM_TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def big_cluster(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two of each; every test drains another one of them."""
+    flags = ("--model", str(toy_folder), "--prefill", "2", "--decode", "2", "--dtype", "float32", "--verify-kv")
+    with running_cluster(tmp_path_factory.mktemp("up"), *flags) as cluster:
+        yield cluster
+
+
+def prompt(salt: int) -> list[int]:
+    return [(7 * i * i + 13 * i + salt) % 500 + 3 for i in range(30)]
+
+
+async def start(cluster: Cluster) -> tuple[list[Answer], "asyncio.Task[list[None]]"]:
+    """Long answers, all of them decoding."""
+    answers = [Answer() for _ in range(6)]
+    following = [
+        cluster.follow(token_request(prompt(n), NUM_TOKENS, seed=n), answer) for n, answer in enumerate(answers)
+    ]
+    running = asyncio.ensure_future(asyncio.gather(*following))
+    async with asyncio.timeout(60):
+        while not all(len(answer.token_ids) > 3 for answer in answers):
+            await asyncio.sleep(0.01)
+    return answers, running  # type: ignore[return-value]
+
+
+def pid_of(cluster: Cluster, name: str) -> int:
+    return next(each.pid for each in cluster.status().workers if each.id == name)
+
+
+async def wait_left(cluster: Cluster, name: str, pid: int) -> None:
+    """For good: `up` says so, its process is gone, and nobody holds anything of it."""
+    cluster.wait_until("gone", 30, lambda status: name not in {each.id for each in status.workers})
+    async with asyncio.timeout(10):
+        while is_alive(pid) or f"{name} has left: drained" not in cluster.log.read_text():
+            await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(audit, AuditFlags(address=[cluster.address]))
+
+
+async def test_what_a_drain_interrupts_goes_on_elsewhere_token_for_token(big_cluster: Cluster) -> None:
+    requests = [token_request(prompt(n), NUM_TOKENS, seed=n) for n in range(6)]
+    undisturbed = await big_cluster.generate_all(requests, concurrency=6)
+    pid = pid_of(big_cluster, "decode-1")
+    answers, running = await start(big_cluster)
+    await asyncio.to_thread(drain, DrainFlags("decode-1", limit_s=0, address=big_cluster.address))
+    await running
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in undisturbed]
+    resumes = [answer.finished.usage.resumes for answer in answers if answer.finished]
+    assert len(resumes) == 6
+    assert any(resumes), "nothing ran on the drained worker: this test has shown nothing"
+    await wait_left(big_cluster, "decode-1", pid)
+
+
+async def test_sigterm_drains_too(big_cluster: Cluster) -> None:
+    pid = pid_of(big_cluster, "prefill-1")
+    _, running = await start(big_cluster)
+    os.kill(pid, signal.SIGTERM)
+    await running
+    await wait_left(big_cluster, "prefill-1", pid)
+    assert len((await big_cluster.generate(token_request(prompt(9), 8))).token_ids) == 8
+
+
+def test_the_command_refuses_who_is_not_there(big_cluster: Cluster) -> None:
+    command = [sys.executable, "-m", "cluster.cli", "drain", "decode-7", "--address", big_cluster.address]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("pdserve: worker: 'decode-7' is not there; there are: decode-0")
