@@ -16,10 +16,13 @@ from cluster.engine_thread import EngineThread
 from decode_worker.commands import StepUpdate as DecodeUpdate
 from decode_worker.service import DecodeServicer, Receiver
 from decode_worker.worker import DecodeWorker
+from engine.batch import Chunk
 from engine.load import Engine
+from engine.sampler import Step, sample
 from pdserve import rpc
 from pdserve.internal.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from pdserve.membership import WorkerInfo
+from pdserve.model_card import ModelCard
 from pdserve.request import Incarnation, Token, WorkerId, WorkRequest
 from pdserve.vitals import Vitals, WatchServicer
 from prefill_worker.commands import StepUpdate as PrefillUpdate
@@ -96,6 +99,7 @@ class InProcess:
     room: WaitingRoom
     directory: Directory
     pipeline: Pipeline
+    is_stepped: bool
 
     async def complete(self, work: WorkRequest, record: RequestRecord | None = None) -> list[Token]:
         """The whole completion."""
@@ -113,12 +117,26 @@ class InProcess:
         return requests == 0 and all(each.in_use == 0 and each.promised == 0 for each in counts)
 
     async def assert_clean(self) -> None:
-        """Within a few seconds: a release may still be under way."""
+        """Within a few seconds: a release may still be under way. And no ledger ever said that something is wrong."""
         async with asyncio.timeout(5):
             while not self.is_clean():
                 await asyncio.sleep(0.01)
+        ends: list[PrefillEnd | DecodeEnd] = [*self.prefills, *self.decodes]
+        for end in ends:
+            ledger = end.worker.ledger() if self.is_stepped else (await end.thread.audit()).ledger
+            assert ledger.problems == ()
         assert len(self.room) == 0
         assert self.pipeline.num_running == 0
+
+
+def reference(engine: Engine, work: WorkRequest) -> list[Token]:
+    """The same completion by one engine that serves nobody else: the whole prompt at once, then token by token."""
+    pages = list(range(engine.card.kv_layout.pages_for(work.max_length)))
+    tokens = sample(engine.runner.run([Chunk(work.token_ids, 0, pages, sample=True)]), [Step(work, 0)])
+    while not tokens[-1].finish:
+        chunk = Chunk([tokens[-1].token_id], work.prompt_length + tokens[-1].number, pages, sample=True)
+        tokens += sample(engine.runner.run([chunk]), [Step(work, len(tokens))])
+    return tokens
 
 
 async def settle() -> None:
@@ -135,15 +153,17 @@ async def in_process(
     chunk_tokens: int = 64,
     stepped: bool = False,
     slot_bytes: int = 65536,
+    verify_kv: bool = True,
 ) -> AsyncIterator[InProcess]:
     """One worker per engine, all connected and serving."""
     config = LinkConfig(slot_bytes=slot_bytes, op_timeout_s=2.0)
     loopback, members, room = Loopback(config), Members(), WaitingRoom(64)
     async with AsyncExitStack() as stack:
         decode_ends = [await _decode_end(stack, i, engine, config, loopback) for i, engine in enumerate(decodes)]
-        prefill_ends = [
-            await _prefill_end(stack, i, engine, config, loopback, chunk_tokens) for i, engine in enumerate(prefills)
-        ]
+        prefill_ends = []
+        for number, engine in enumerate(prefills):
+            worker = PrefillWorker(engine, chunk_tokens, slot_bytes, verify_kv=verify_kv)
+            prefill_ends.append(await _prefill_end(stack, number, engine.card, worker, config, loopback))
         threads: list[EngineThread[Any]] = [end.thread for end in prefill_ends] + [end.thread for end in decode_ends]
         for thread in threads if not stepped else []:
             thread.start()
@@ -159,7 +179,7 @@ async def in_process(
             while len(directory.prefills) + len(directory.decodes) < len(prefill_ends) + len(decode_ends):
                 await asyncio.sleep(0.01)
         pipeline = Pipeline(Dispatcher(directory, room, chunk_tokens))
-        yield InProcess(prefill_ends, decode_ends, loopback, members, room, directory, pipeline)
+        yield InProcess(prefill_ends, decode_ends, loopback, members, room, directory, pipeline, stepped)
 
 
 async def _background(stack: AsyncExitStack, work: object) -> None:
@@ -191,7 +211,8 @@ async def _decode_end(
     thread: EngineThread[DecodeUpdate] = EngineThread(worker, servicer.deliver)
     loopback.add(own.worker, links)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WatchServicer(own.incarnation, thread), server)
+    watch = WatchServicer(own.incarnation, thread)  # type: ignore[abstract]  # nobody drains it or asks for its ledger
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(watch, server)
     info = WorkerInfo(own.worker, "decode", own.incarnation, await _serve(stack, server), 0, engine.card)
     stack.push_async_callback(links.close)
     await _background(stack, receiver.run())
@@ -199,19 +220,19 @@ async def _decode_end(
 
 
 async def _prefill_end(
-    stack: AsyncExitStack, number: int, engine: Engine, config: LinkConfig, loopback: Loopback, chunk_tokens: int
+    stack: AsyncExitStack, number: int, card: ModelCard, worker: PrefillWorker, config: LinkConfig, loopback: Loopback
 ) -> PrefillEnd:
-    own = Own(WorkerId(f"prefill-{number}"), Incarnation(f"p{number}"), engine.card)
-    worker = PrefillWorker(engine, chunk_tokens, config.slot_bytes, verify_kv=True)
+    own = Own(WorkerId(f"prefill-{number}"), Incarnation(f"p{number}"), card)
     links = PrefillLinks(own, config, loopback, loopback)
     servicer, server = PrefillServicer(worker.submit, links), rpc.server()
     thread: EngineThread[PrefillUpdate] = EngineThread(worker, servicer.deliver)
     end = PrefillEnd(
-        WorkerInfo(own.worker, "prefill", own.incarnation, "", 0, engine.card), worker, links, servicer, thread, server
+        WorkerInfo(own.worker, "prefill", own.incarnation, "", 0, card), worker, links, servicer, thread, server
     )
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WatchServicer(own.incarnation, end), server)
-    end.info = WorkerInfo(own.worker, "prefill", own.incarnation, await _serve(stack, server), 0, engine.card)
+    watch = WatchServicer(own.incarnation, end)  # type: ignore[abstract]  # nobody drains it or asks for its ledger
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(watch, server)
+    end.info = WorkerInfo(own.worker, "prefill", own.incarnation, await _serve(stack, server), 0, card)
     stack.push_async_callback(links.close)
     await _background(stack, servicer.watch_aborts())
     return end

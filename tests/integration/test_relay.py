@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.batch import Chunk
 from engine.load import Engine
-from engine.sampler import Step, sample
-from pdserve.request import Sampling, Token, WorkRequest
+from pdserve.request import Sampling, WorkRequest
 from router.record import RequestRecord
-from tests.inprocess import in_process
+from tests.inprocess import in_process, reference
 from tests.toy import toy_engine, write_toy_model
 
 
@@ -24,16 +22,6 @@ def request(length: int, max_tokens: int, *, seed: int | None = None, top_logpro
     token_ids = tuple((7 * i * i + 13 * i + length) % 500 + 3 for i in range(length))
     sampling = Sampling(temperature=0.0) if seed is None else Sampling(seed=seed)
     return WorkRequest(f"r{length}", token_ids, length, sampling, max_tokens, top_logprobs=top_logprobs)
-
-
-def reference(engine: Engine, work: WorkRequest) -> list[Token]:
-    """The same completion by one engine: the whole prompt at once, then token by token."""
-    pages = list(range(engine.card.kv_layout.pages_for(work.max_length)))
-    tokens = sample(engine.runner.run([Chunk(work.token_ids, 0, pages, sample=True)]), [Step(work, 0)])
-    while not tokens[-1].finish:
-        chunk = Chunk([tokens[-1].token_id], work.prompt_length + tokens[-1].number, pages, sample=True)
-        tokens += sample(engine.runner.run([chunk]), [Step(work, len(tokens))])
-    return tokens
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 255, 300])
