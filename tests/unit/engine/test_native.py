@@ -30,12 +30,19 @@ def test_the_machine_of_the_tests_has_a_compiler() -> None:
     assert (kernels.name, kernels.exact) == ("native", True)
 
 
-def test_a_second_load_compiles_nothing(tmp_path: Path) -> None:
-    _load(tmp_path)
-    (library,) = tmp_path.glob("*.so")
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds the library."""
+    cache = tmp_path_factory.mktemp("compiled")
+    _load(cache)
+    return cache
+
+
+def test_a_second_load_compiles_nothing(compiled: Path) -> None:
+    (library,) = compiled.glob("*.so")
     written = library.stat().st_mtime_ns
-    _load(tmp_path)
-    assert [file.stat().st_mtime_ns for file in tmp_path.glob("*.so")] == [written]
+    _load(compiled)
+    assert [file.stat().st_mtime_ns for file in compiled.glob("*.so")] == [written]
 
 
 def test_processes_that_start_together_share_one_library(tmp_path: Path) -> None:
@@ -62,14 +69,13 @@ def test_a_compiler_that_fails_is_a_warning_with_its_words(tmp_path: Path, caplo
     assert not list(tmp_path.glob("*.so"))
 
 
-def test_a_broken_library_in_the_cache_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _load(tmp_path)
-    (library,) = tmp_path.glob("*.so")
-    broken = tmp_path / "other" / library.name
-    broken.parent.mkdir()
-    broken.write_bytes(b"not a library")
+def test_a_broken_library_in_the_cache_is_a_warning(
+    compiled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (library,) = compiled.glob("*.so")
+    (tmp_path / library.name).write_bytes(b"not a library")
     with caplog.at_level(logging.WARNING):
-        assert native.load(flags=QUICK, cache=broken.parent) is None
+        assert native.load(flags=QUICK, cache=tmp_path) is None
     assert "torch kernels serve instead" in caplog.text
 
 
