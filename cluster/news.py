@@ -7,10 +7,9 @@ stop, and back when they go on or when a new incarnation registers.
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from cluster.registry import RegistryMembership
 from pdserve import rpc
 from pdserve.errors import WorkerLost
-from pdserve.membership import WorkerInfo
+from pdserve.membership import Membership, WorkerInfo
 from pdserve.request import Incarnation
 from router.peers import CONNECT_LIMIT_S, Heartbeat
 
@@ -21,7 +20,7 @@ SILENCE_LIMIT_S = 2.0  # routers take half of it: what is said here should be wo
 class News:
     """Of one cluster; `follow` must be running."""
 
-    def __init__(self, members: RegistryMembership, stuck_after_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, members: Membership, stuck_after_s: float, say: Callable[[str], None]) -> None:
         self._members = members
         self._stuck_after_s = stuck_after_s
         self._say = say

@@ -71,7 +71,7 @@ async def test_a_stopped_worker_is_missed_and_comes_back_as_it_was(
 ) -> None:
     before = worker(cluster, "decode-1")
     assert before is not None
-    await harm(cluster, Harm.STOP, "decode-1", for_s=3)
+    await harm(cluster, Harm.STOP, "decode-1", for_s=5)  # a worker has 2.5 s to answer
     cluster.wait_until("missed", 3, lambda status: "decode-1" not in {each.id for each in status.workers})
     capsys.readouterr()
     assert not await audited(cluster)

@@ -21,6 +21,7 @@ def test_our_own_ray_stays_on_loopback_and_asks_for_a_token(tmp_path: Path) -> N
     one = environment(ClusterConfig(threads=3), tmp_path)
     assert one["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert one["RAY_AUTH_MODE"] == "token"
+    assert one["RAY_worker_niceness"] == "0"
     assert one["RAY_AUTH_TOKEN"] != environment(ClusterConfig(), tmp_path)["RAY_AUTH_TOKEN"]
     assert one["OMP_NUM_THREADS"] == "3"
 
