@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.unit.transport.pair import CONFIG, DECODE, Pair, pair, push
 from transport.base import LinkConfig
 from transport.slots import Quarantine
 from transport.torch_dist import RendezvousStore, TorchWires
-from transport.wire import TorchWire
+from transport.wire import Group, TorchWire
 
 NCCL = LinkConfig(backend="nccl", slot_bytes=64, op_timeout_s=0.5)
 CPU = torch.device("cpu")
@@ -152,7 +153,7 @@ def test_the_twin_sees_an_abort_with_a_thread_inside() -> None:
 
 
 def test_payloads_of_a_failed_link_are_kept_until_it_is_aborted(fabric: Fabric) -> None:
-    send, receive = ends(fabric)
+    send, receive = ends(fabric, replace(NCCL, op_timeout_s=60))  # not waited for: a failed link is aborted at once
     fabric.may_abort.clear()
     target = filled(8)
     memory = weakref.ref(target)
@@ -185,6 +186,19 @@ def test_a_rendezvous_that_torch_gives_up_is_aborted(fabric: Fabric) -> None:
         wire.up.result(timeout=5)
     wire.ended.result(timeout=5)
     assert not fabric.groups
+
+
+def test_a_wire_that_failed_before_its_rendezvous_enters_none(fabric: Fabric) -> None:
+    may_connect, store = threading.Event(), c10d.HashStore()
+
+    def connect() -> Group:
+        may_connect.wait()
+        return fabric.connect(NCCL)(store, "send")
+
+    wire = TorchWire(connect, "send")
+    wire.fail("forgotten")
+    may_connect.set()
+    wire.ended.result(timeout=5)
 
 
 async def test_a_hung_rendezvous_condemns_the_process_unless_the_peer_comes(fabric: Fabric) -> None:

@@ -65,6 +65,22 @@ async def test_the_push_deadline_holds_and_the_next_link_is_slow_too() -> None:
         assert p.loopback.num_arrived == 0
 
 
+async def test_a_cut_ends_the_wait_too() -> None:
+    failures: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    async with pair() as p:
+        p.prefill.slow(bytes_per_s=160, for_s=60)
+        lost, offer = push(p.link, 1), await p.offer()
+        offer.land()
+        await asyncio.sleep(0)
+        p.prefill.cut()
+        with pytest.raises(LinkDown):
+            await lost
+        await asyncio.sleep(0.1)  # 50 ms for the payload
+        assert failures == []
+        assert p.loopback.num_arrived == 0
+
+
 @pytest.mark.parametrize("bytes_per_s", [0, -1, float("nan")])
 async def test_a_rate_of_nothing_is_refused(bytes_per_s: float) -> None:
     async with pair() as p:

@@ -1,6 +1,8 @@
 """Slots and the quarantine of dead wires."""
 
 import asyncio
+import gc
+import weakref
 from concurrent.futures import Future
 
 import torch
@@ -56,3 +58,17 @@ async def test_an_abort_that_missed_its_deadline_is_fatal_at_once() -> None:
     wire.ended.set_exception(LinkDown("NCCL has not aborted"))
     assert "NCCL" in await asyncio.wait_for(quarantine.fatal, 1)
     await quarantine.empty()
+
+
+async def test_a_wire_is_kept_for_as_long_as_it_may_touch_memory() -> None:
+    quarantine = Quarantine(limit_s=60)
+    wires = [DeadWire(), DeadWire()]
+    memories = [weakref.ref(wire) for wire in wires]
+    for wire in wires:
+        quarantine.put(wire)
+    wires[0].ended.set_result(None)
+    wires[1].ended.set_exception(LinkDown("NCCL has not aborted"))
+    await quarantine.empty()
+    del wire, wires
+    gc.collect()
+    assert [memory() is None for memory in memories] == [True, False]
