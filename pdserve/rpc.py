@@ -169,7 +169,7 @@ def error_of(error: grpc.aio.AioRpcError) -> PdserveError:
     status = rpc_status.from_call(error)  # type: ignore[arg-type]  # AioRpcError has all that it reads
     for detail in status.details if status else ():
         info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info) and info.domain == _DOMAIN and info.reason != PARTIAL_OUTPUT:
+        if detail.Unpack(info) and info.domain == _DOMAIN:  # the first one is its own
             return from_wire(info.reason, status.message)
     return Unavailable(f"{error.code().name}: {error.details()}")
 
