@@ -89,11 +89,11 @@ def test_a_ticket_runs_when_all_pages_landed_and_its_first_token_is_there() -> N
     entry = tickets.get(tickets.reserve(asked(40, 10)), 0)
     entry.adopt(Token(0, 7), 512)
     assert tickets.place(entry, PageRun(1, 0, 2, 0, 2)) == entry.page_ids
-    assert tickets.running(8) == []
+    assert tickets.running() == []
     assert tickets.place(entry, PageRun(1, 2, 1, 0, 1)) == entry.page_ids[2:]
-    assert tickets.running(8) == []
+    assert tickets.running() == []
     assert tickets.place(entry, PageRun(1, 2, 1, 1, 1)) == entry.page_ids[2:]
-    assert tickets.running(8) == [entry]
+    assert tickets.running() == [entry]
     assert entry.position == 40
     assert pool.counts().in_use == 3
 
@@ -104,7 +104,7 @@ def test_the_oldest_run_first() -> None:
     for entry in reversed(entries[1:]):
         entry.adopt(Token(0, 7), 512)
         tickets.place(entry, PageRun(entry.counter, 0, 1, 0, 2))
-    assert tickets.running(2) == entries[1:3]
+    assert tickets.running() == entries[1:]
 
 
 def test_drop_frees_everything_once() -> None:
