@@ -94,9 +94,9 @@ class TicketTable:
         """Every ticket, the oldest first."""
         return list(self._entries.values())
 
-    def running(self, limit: int) -> list[Entry]:
-        """The oldest tickets that can compute a token."""
-        return list(islice((entry for entry in self._entries.values() if entry.is_running), limit))
+    def running(self) -> list[Entry]:
+        """Tickets that can compute a token once there is room for it, the oldest first."""
+        return [entry for entry in self._entries.values() if entry.is_running]
 
     def place(self, entry: Entry, run: PageRun) -> list[int]:
         """Page ids where a landed run belongs. Raises ProtocolError if it is not the run that comes next."""

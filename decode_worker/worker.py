@@ -90,7 +90,7 @@ class DecodeWorker:
         update = StepUpdate()
         for command in self._commands.drain():
             self._obey(command, update)
-        batch = [entry for entry in self._tickets.running(self._max_batch) if self._find_room(entry, update)]
+        batch = self._batch(update)
         if batch:
             self._compute(batch, update)
         self.is_idle = not batch
@@ -171,6 +171,16 @@ class DecodeWorker:
     def _drop(self, entry: Entry, why: str, update: StepUpdate) -> None:
         self._tickets.drop(entry)
         update.ended.append(Ended(entry.counter, "" if entry.landing.is_complete else why))
+
+    def _batch(self, update: StepUpdate) -> list[Entry]:
+        """The oldest that have room; who sits out takes no row from others, whose pages it waits for."""
+        batch: list[Entry] = []
+        for entry in self._tickets.running():
+            if len(batch) == self._max_batch:
+                break
+            if self._find_room(entry, update):
+                batch.append(entry)
+        return batch
 
     def _find_room(self, entry: Entry, update: StepUpdate) -> bool:
         """Whether there is a page for the newest token; for an older ticket's sake this one may have to end."""

@@ -134,8 +134,11 @@ def sitting_out(stage: Stage, max_tokens: int) -> tuple[Ticket, Ticket]:
     return oldest, whole
 
 
-def test_the_oldest_sits_out_until_pages_come_back_and_loses_no_token(stage_of: StageOf) -> None:
+@pytest.mark.parametrize("max_batch", [1, 8])
+def test_the_oldest_sits_out_until_pages_come_back_and_loses_no_token(stage_of: StageOf, max_batch: int) -> None:
+    """Also where one row is all there is: who sits out leaves it to those whose pages it waits for."""
     stage = stage_of(8)
+    stage.worker._max_batch = max_batch
     oldest, whole = sitting_out(stage, 120)
     position = stage.entry(oldest).position
     for _ in range(3):
