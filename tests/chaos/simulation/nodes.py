@@ -41,8 +41,8 @@ from transport.protocol import DecodeFrame, PrefillFrame
 from transport.receive import DecodeLinks
 from transport.send import PrefillLinks
 
-PREFILL_STEP_S = (0.003, 0.02)
-DECODE_STEP_S = (0.004, 0.015)
+PREFILL_STEP_S = (0.005, 0.03)
+DECODE_STEP_S = (0.01, 0.04)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from tests.chaos.simulation.network import Weather
 from tests.chaos.simulation.shape import Shape
 from transport.base import LinkConfig
 
-FIRST_S = 1.0  # everything is up by then
-ARRIVALS_S = 0.6
+FIRST_S = 0.6  # everything is up by then
+ARRIVALS_S = (0.05, 0.3, 0.8)
 MAX_FAULTS = 4  # as many as a request outlives in any case: see router.recovery
 
 
@@ -30,7 +30,7 @@ def scenario(seed: int) -> Scenario:
     """Draw everything."""
     random = Random(seed)
     shape = _shape(random)
-    jobs = tuple(_Mix(random, shape).jobs(random.randint(3, 9)))
+    jobs = tuple(_Mix(random, shape).jobs(random.randint(2, 8)))
     return Scenario(seed, shape, jobs, tuple(_faults(random, shape)))
 
 
@@ -47,8 +47,8 @@ def _shape(random: Random) -> Shape:
         prefills=random.choice((1, 1, 2, 3)),
         decodes=random.choice((1, 2, 2, 3)),
         prefill_pages=random.randint(10, 32),
-        decode_pages=random.randint(10, 40),
-        block_tokens=random.choice((2, 4, 8, 16, 64)),
+        decode_pages=random.choice((random.randint(8, 14), random.randint(10, 40))),
+        block_tokens=random.choice((1, 2, 4, 8, 64)),
         chunk_tokens=chunk,
         max_batch=random.choice((1, 2, 8)),
         link=link,
@@ -70,7 +70,7 @@ def _faults(random: Random, shape: Shape) -> list[Fault]:
         for role, num in (("prefill", shape.prefills), ("decode", shape.decodes), ("router", shape.routers))
     )
     maker = FaultMaker(random, *names)
-    times = sorted(FIRST_S + random.uniform(0.0, 1.2) for _ in range(count))
+    times = sorted(FIRST_S + random.uniform(0.0, 0.9) for _ in range(count))
     return [maker.make(at_s, verify_kv=shape.verify_kv) for at_s in times]
 
 
@@ -86,7 +86,8 @@ class _Mix:
 
     def jobs(self, count: int) -> list[Job]:
         """So many, in the order of their arrival."""
-        times = sorted(FIRST_S + self._random.uniform(0.0, ARRIVALS_S) for _ in range(count))
+        within_s = self._random.choice(ARRIVALS_S)
+        times = sorted(FIRST_S + self._random.uniform(0.0, within_s) for _ in range(count))
         for number, at_s in enumerate(times):
             self._made.append(self._job(number, at_s))
         return self._made

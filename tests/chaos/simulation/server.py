@@ -84,7 +84,7 @@ class ServerCall:
         else:
             self._responses.close()
         self._is_over = True
-        self._requests.is_closed = True
+        self._requests.break_off(asyncio.CancelledError())
         self._on_end()
 
     async def _serve(self) -> None:

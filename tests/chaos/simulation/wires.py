@@ -47,8 +47,8 @@ class WireNet:
 
     @property
     def num_open(self) -> int:
-        """Wires of which some end has not ended."""
-        return len(self._passages)
+        """Wires of which some living end has not ended."""
+        return sum(not passage.is_over for passage in self._passages.values())
 
 
 class HostWires:
@@ -88,6 +88,11 @@ class Passage:
         for end in self.ends.values():
             if not end.why:
                 end.settle(end.up)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody needs it any more."""
+        return all(end.host.is_dead or end.has_ended for end in self.ends.values())
 
     def joins(self, a: str, b: str) -> bool:
         """Whether these are its two hosts."""
@@ -160,6 +165,7 @@ class SimWire:
         self.posted: deque[tuple[torch.Tensor, Future[None]]] = deque()
         self.host = host
         self.why = ""
+        self.has_ended = False
         self._passage = passage
         self._network = passage.net.network
         self._timer: asyncio.TimerHandle | None = None
@@ -206,10 +212,10 @@ class SimWire:
     def ends(self) -> None:
         """Nothing touches the payloads any more."""
         self.settle(self.ended)
+        self.has_ended = True
         self.posted.clear()
-        passage = self._passage
-        if all(end.host.is_dead or (end.why and not end.posted) for end in passage.ends.values()):
-            passage.net.forget(passage)
+        if self._passage.is_over:
+            self._passage.net.forget(self._passage)
 
     def settle(self, future: "Future[None]", error: Exception | None = None) -> None:
         """Done, as seen by this host, once; never heard of when the host is dead."""

@@ -1,0 +1,220 @@
+"""One round: requests under way in all states, one fault, and what became of them.
+
+talkers decode -> links are slowed down -> readers queue, are prefilled, transferred -> (a worker drains) -> looks,
+until one shows what the round is after -> the fault at once -> links at full speed -> all answers -> the cluster is
+whole again -> audit
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc.aio
+
+from cluster.audit import lasting
+from cluster.readiness import is_linked
+from pdserve.v1 import cluster_pb2 as pb
+from tests.chaos.table.cells import GCS_GONE, ROUTER_KILLED, State, Victim
+from tests.chaos.table.eye import CALL_LIMIT_S, Eye, Look
+from tests.chaos.table.faults import STOP_S, Fault, faults
+from tests.chaos.table.hits import Hit, Sent, Strike, candidates, hits
+from tests.chaos.table.load import Job
+from tests.chaos.table.record import Record, Verdict, follow, judge
+from tests.e2e.harness import Cluster
+
+START_LIMIT_S = 60.0  # until all talkers decode
+AIM_LIMIT_S = 2.0
+WHOLE_LIMIT_S = 120.0
+DETECT_LIMIT_S = 10.0
+CLEAN_LIMIT_S = 5.0
+SLOW_FOR_S = 4.0
+DRAIN_LIMIT_S = 60.0
+DRAIN_LOAD = 6  # requests on a worker that is to drain
+AUDITS, AUDIT_INTERVAL_S = 3, 0.4
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where rounds are played."""
+
+    cluster: Cluster
+    eye: Eye
+    num_workers: int
+    slow_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a round is after: a fault, and the states that still lack hits, the neediest first."""
+
+    victim: Victim
+    states: Sequence[State]
+
+    @property
+    def drains(self) -> bool:
+        """Whether workers drain at the fault."""
+        return "draining" in self.states
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round has shown."""
+
+    victim: Victim
+    hits: tuple[Hit, ...]
+    verdicts: tuple[Verdict, ...]  # of all requests
+    resumes: int  # of all requests
+    detection_s: float | None
+    leaked_pages: int | None  # None: the cluster was gone before it could be asked
+    findings: tuple[str, ...]  # of the audit
+    errors: tuple[str, ...]
+
+
+async def play(stage: Stage, aim: Aim, jobs: Sequence[Job], name: str) -> Outcome:
+    """One round."""
+    await stage.eye.meet()
+    made = faults(aim.victim, stage.cluster, stage.eye)
+    sent, tasks = [Sent(job, Record(f"{name}-{number}")) for number, job in enumerate(jobs)], []
+    try:
+        tasks += _send(stage, aim, [each for each in sent if each.job.is_talker])
+        await _until(lambda: all(len(each.record.tokens) > 3 for each in sent if each.job.is_talker), START_LIMIT_S)
+        await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
+        tasks += _send(stage, aim, [each for each in sent if not each.job.is_talker])
+        strike, detection_s = await _strike(stage, aim, made, sent)
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return await _outcome(stage, strike, sent, detection_s)
+
+
+def _send(stage: Stage, aim: Aim, sent: list[Sent]) -> "list[asyncio.Task[None]]":
+    resumes = aim.victim is ROUTER_KILLED
+    requests = [(each.job.named(each.record.label), each.record) for each in sent]
+    return [
+        asyncio.create_task(follow(stage.eye.address, request, record, resumes=resumes)) for request, record in requests
+    ]
+
+
+async def _slow(stage: Stage, bytes_per_s: float, for_s: float, but: Collection[str] = ()) -> None:
+    workers = [name for name in stage.eye.of_role("prefill") if name not in but]
+    with suppress(grpc.aio.AioRpcError):  # the cluster may be on its way out
+        await stage.eye.inflict(workers, pb.Chaos(slow=pb.Slow(bytes_per_s=bytes_per_s, for_s=for_s)))
+
+
+async def _strike(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sent]) -> tuple[Strike, float | None]:
+    draining = await _drain(stage, made) if aim.drains else frozenset[str]()
+    fault, look = await _best_moment(stage, aim, made, sent)
+    at = await fault.strike()
+    try:
+        slowing = asyncio.create_task(_slow(stage, 1e12, 0.01, but={fault.worker}))
+        detection_s = None
+        if aim.victim.detected:
+            detection_s = await stage.eye.seen_after(at, DETECT_LIMIT_S, fault.is_noticed)
+        await asyncio.sleep(at + STOP_S - time.monotonic())
+        await slowing
+    finally:
+        await fault.end()
+    return Strike(aim.victim, fault.worker, draining, look, at), detection_s
+
+
+async def _best_moment(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sent]) -> tuple[Fault, Look]:
+    """Look until a fault would hit the neediest state well; in the end take what there is."""
+    began = time.monotonic()
+    while True:
+        look = await stage.eye.look()
+        waited_s = time.monotonic() - began
+        fault, worth = max(((each, _worth(look, aim, each, sent)) for each in made), key=lambda each: each[1])
+        if aim.drains or worth >= (2 if waited_s < AIM_LIMIT_S / 2 else 1) or waited_s > AIM_LIMIT_S:
+            return fault, look
+        await asyncio.sleep(0.002)
+
+
+def _worth(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> float:
+    """Requests that it would hit in the neediest state; a little for those in others."""
+    states = list(candidates(look, sent, aim.victim, fault.worker).values())
+    return states.count(aim.states[0]) + sum(states.count(state) for state in aim.states[1:]) / 100
+
+
+async def _drain(stage: Stage, made: list[Fault]) -> frozenset[str]:
+    """Let the worker that the fault is for drain, or one of each role, once they have work."""
+    workers = {made[0].worker} if made[0].worker else {stage.eye.of_role("prefill")[0], stage.eye.of_role("decode")[0]}
+    began = time.monotonic()
+    while time.monotonic() < began + AIM_LIMIT_S:
+        places = (await stage.eye.look()).places.values()
+        if all(sum(place.is_on(worker) for place in places) >= DRAIN_LOAD for worker in workers):
+            break
+    for worker in workers:
+        request = pb.DrainWorkerRequest(worker=worker, limit_s=DRAIN_LIMIT_S)
+        await stage.eye.service.DrainWorker(request, timeout=CALL_LIMIT_S)
+    del made[1:]
+    await stage.eye.seen_after(
+        began, 2 * AIM_LIMIT_S, lambda status: workers == {each.id for each in status.workers if each.draining}
+    )
+    return frozenset(workers)
+
+
+async def _outcome(stage: Stage, strike: Strike, sent: list[Sent], detection_s: float | None) -> Outcome:
+    leaked, findings = await _audit(stage, strike)
+    return Outcome(
+        victim=strike.victim,
+        hits=tuple(hits(strike, sent)),
+        verdicts=tuple(judge(each.record, each.job.expected) for each in sent),
+        resumes=sum(each.record.resumes for each in sent),
+        detection_s=detection_s,
+        leaked_pages=leaked,
+        findings=findings,
+        errors=tuple(f"{each.record.label}: {each.record.error}" for each in sent if each.record.error),
+    )
+
+
+async def _audit(stage: Stage, strike: Strike) -> tuple[int | None, tuple[str, ...]]:
+    """Pages that somebody holds although nobody asks for anything, and what routers and workers disagree on."""
+    if strike.victim is GCS_GONE:  # the cluster is leaving: ask the workers as long as they are there
+        return await _pages_of_leaving(stage), ()
+    gone = strike.draining if not _comes_back(strike) else frozenset[str]()
+    await whole(stage.eye, stage.num_workers - len(gone))
+    await stage.eye.meet()
+    limit = time.monotonic() + CLEAN_LIMIT_S
+    while (in_use := (await stage.eye.look()).in_use) and time.monotonic() < limit:
+        await asyncio.sleep(0.05)
+    return in_use, await _findings(stage)
+
+
+def _comes_back(strike: Strike) -> bool:
+    return strike.victim.name.endswith("killed") and bool(strike.worker)
+
+
+async def _pages_of_leaving(stage: Stage) -> int | None:
+    seen: int | None = None
+    with suppress(grpc.aio.AioRpcError):
+        while seen := (await stage.eye.look()).in_use:
+            await asyncio.sleep(0.01)
+    return seen
+
+
+async def _findings(stage: Stage) -> tuple[str, ...]:
+    samples: list[list[pb.GetLedgerResponse]] = []
+    while len(samples) < AUDITS and (not samples or lasting(samples)):
+        if samples:
+            await asyncio.sleep(AUDIT_INTERVAL_S)
+        samples.append([await stage.eye.service.GetLedger(pb.GetLedgerRequest(), timeout=2 * CALL_LIMIT_S)])
+    return tuple(map(str, lasting(samples)))
+
+
+async def whole(eye: Eye, num_workers: int) -> None:
+    """Wait until so many workers are there, and linked. Raises TimeoutError."""
+    began = time.monotonic()
+    waited_s = await eye.seen_after(
+        began, WHOLE_LIMIT_S, lambda status: len(status.workers) == num_workers and is_linked(status)
+    )
+    if waited_s > WHOLE_LIMIT_S:
+        raise TimeoutError(f"not {num_workers} workers, all linked, within {WHOLE_LIMIT_S:g} s: {await eye.status()}")
+
+
+async def _until(holds: Callable[[], bool], limit_s: float) -> None:
+    async with asyncio.timeout(limit_s):
+        while not holds():
+            await asyncio.sleep(0.005)
