@@ -83,7 +83,7 @@ async def until_is(pid: int, state: str) -> None:
 
 
 async def test_a_stopped_process_goes_on_by_itself(victim: asyncio.subprocess.Process) -> None:
-    pauser = await pause(victim, for_s=0.3)
+    pauser = await pause(victim, for_s=1.0)
     await until_is(victim.pid, psutil.STATUS_STOPPED)
     assert await pauser.wait() == 0
     await until_is(victim.pid, psutil.STATUS_SLEEPING)
@@ -103,7 +103,7 @@ async def test_kill_and_stop_meet_the_process_that_was_asked() -> None:
         "import asyncio, sys\n"
         "from cluster.chaos import Chaos\nfrom pdserve.v1.cluster_pb2 import Chaos as Harm\n"
         "async def main():\n"
-        "    harm = Harm(kill=True) if sys.argv[1] == 'kill' else Harm(stop_s=0.2)\n"
+        "    harm = Harm(kill=True) if sys.argv[1] == 'kill' else Harm(stop_s=1.0)\n"
         "    await Chaos(True, None).inflict(harm)\n"
         "    print('answered', flush=True)\n"
         "    await asyncio.sleep(60)\n"
