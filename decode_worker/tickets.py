@@ -14,11 +14,11 @@ from decode_worker.commands import Reserve
 from decode_worker.entry import Entry
 from decode_worker.landing import Landing
 from engine.pages import PagePool
-from engine.prefix import ROOT, page_hash, prompt_hashes
 from pdserve.errors import InvalidRequest, NoCapacity, UnknownTicket
 from pdserve.handover import PageRun
 from pdserve.ledger import Ledger
 from pdserve.model_card import KvLayout
+from pdserve.prefix import ROOT, page_hash, prompt_hashes
 from pdserve.request import Incarnation, Ticket, WorkerId, WorkRequest
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.pages import PagePool
-from engine.prefix import prompt_hashes
 from pdserve.errors import NoCapacity
+from pdserve.prefix import prompt_hashes
 from pdserve.request import WorkRequest
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from decode_worker.commands import Decode, Release
-from engine.prefix import prompt_hashes
 from pdserve.errors import NoCapacity, ProtocolError
+from pdserve.prefix import prompt_hashes
 from pdserve.request import Sampling, Ticket, Token, WorkRequest
 from tests.unit.decode_worker.stage import Prefill, Stage, failures, work
 
