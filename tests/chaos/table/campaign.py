@@ -109,7 +109,7 @@ class Campaign:
         with tempfile.TemporaryDirectory(prefix="failure-table-") as name:
             folder = Path(name)
             config = folder / "cluster.yaml"
-            config.write_text(f"chunk_tokens: 512\nslot_bytes: 131072\nnum_pages: {plan.num_pages}\n")
+            config.write_text(f"chunk_tokens: 384\nslot_bytes: 131072\nnum_pages: {plan.num_pages}\n")
             flags = ("--config", str(config), "--prefill", "2", "--decode", "2", "--chaos", "--verify-kv", *plan.flags)
             with running_cluster(folder, "--model", plan.model, *flags, check_exit=check_exit) as cluster:
                 async with watching(cluster.address) as eye:

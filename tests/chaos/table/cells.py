@@ -22,7 +22,6 @@ class Victim:
     name: str
     role: Role | None
     resumed: frozenset[State]  # in these states every hit must be resumed; where it is not, the cell is void
-    detected: bool = True  # somebody has to notice
 
 
 PREFILL_KILLED = Victim("prefill killed", "prefill", _ON_PREFILL | {"draining"})
@@ -30,9 +29,9 @@ DECODE_KILLED = Victim("decode killed", "decode", _ON_DECODE | {"draining"})
 PREFILL_STOPPED = Victim("prefill stopped", "prefill", _ON_PREFILL | {"draining"})
 DECODE_STOPPED = Victim("decode stopped", "decode", _ON_DECODE | {"draining"})
 LINK_CUT = Victim("link cut", "prefill", _ON_PREFILL | {"draining"})
-REDIS_GONE = Victim("Redis gone", None, _NOWHERE, detected=False)
-GCS_GONE = Victim("GCS gone", None, _NOWHERE, detected=False)
-ROUTER_KILLED = Victim("router killed", None, frozenset(STATES), detected=False)
+REDIS_GONE = Victim("Redis gone", None, _NOWHERE)
+GCS_GONE = Victim("GCS gone", None, _NOWHERE)
+ROUTER_KILLED = Victim("router killed", None, frozenset(STATES))
 VICTIMS = (
     PREFILL_KILLED,
     DECODE_KILLED,

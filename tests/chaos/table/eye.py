@@ -131,7 +131,7 @@ class Eye:
         await asyncio.gather(*(self._stubs[name].InflictChaos(request, timeout=CALL_LIMIT_S) for name in workers))
 
     async def seen_after(self, since: float, limit_s: float, holds: Callable[[pb.GetStatusResponse], bool]) -> float:
-        """Seconds from `since` to the first status for which it holds; infinite when there is none in time."""
+        """Seconds from `since` to the first status for which it holds; infinity when there is none in time."""
         while time.monotonic() < since + limit_s:
             status = await self.status()
             if status is not None and holds(status):

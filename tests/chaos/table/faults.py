@@ -6,6 +6,7 @@ the router notices, or nobody needs to -> `end` puts right what does not come ba
 Kills and stops are signals, not `pdserve chaos`: that one waits for its answer to get out first.
 """
 
+import asyncio
 import os
 import signal
 import time
@@ -25,9 +26,10 @@ from tests.chaos.table.cells import (
     ROUTER_KILLED,
     Victim,
 )
-from tests.chaos.table.eye import Eye
+from tests.chaos.table.eye import POLL_S, Eye, Look
 from tests.e2e.harness import Cluster, child
 
+DETECT_LIMIT_S = 10.0
 STOP_S = 1.8  # longer than a router waits for a beat: the worker comes back to a cluster that has given it up
 
 
@@ -40,8 +42,8 @@ class Fault(Protocol):
         """Let it happen; the time.monotonic of just before."""
         ...
 
-    def is_noticed(self, status: pb.GetStatusResponse) -> bool:
-        """Whether the router has drawn the consequence."""
+    async def noticed(self, eye: Eye, at: float, look: Look) -> float | None:
+        """Seconds from `at` until consequences were drawn, None where nobody needs to; `look` was just before."""
         ...
 
     async def end(self) -> None:
@@ -63,8 +65,13 @@ class Signalled:
         os.kill(self.pid, self.number)
         return at
 
-    def is_noticed(self, status: pb.GetStatusResponse) -> bool:
-        return all(worker.incarnation != self.incarnation for worker in status.workers)
+    async def noticed(self, eye: Eye, at: float, look: Look) -> float | None:
+        """Until the router's table lacks the worker."""
+        if not self.worker:
+            return None
+        return await eye.seen_after(
+            at, DETECT_LIMIT_S, lambda status: all(each.incarnation != self.incarnation for each in status.workers)
+        )
 
     async def end(self) -> None:
         if self.number is signal.SIGSTOP:
@@ -77,15 +84,25 @@ class Cut:
 
     eye: Eye
     worker: str
-    num_linked: int
 
     async def strike(self) -> float:
         at = time.monotonic()
         await self.eye.inflict([self.worker], pb.Chaos(cut=True))
         return at
 
-    def is_noticed(self, status: pb.GetStatusResponse) -> bool:
-        return any(worker.id == self.worker and len(worker.linked) < self.num_linked for worker in status.workers)
+    async def noticed(self, eye: Eye, at: float, look: Look) -> float | None:
+        """Until all calls that pushed over the links have ended: links are back before the router's table tells."""
+        calls = self._calls(look)
+        while calls and time.monotonic() < at + DETECT_LIMIT_S:
+            calls &= self._calls(await eye.look())
+            if not calls:
+                return time.monotonic() - at
+            await asyncio.sleep(POLL_S)
+        return float("inf") if calls else None
+
+    def _calls(self, look: Look) -> set[int]:
+        entries = (place.prefill for place in look.places.values() if place.prefill)
+        return {entry.said.number for entry in entries if entry.worker == self.worker and entry.said.ticket}
 
     async def end(self) -> None:
         pass
@@ -110,7 +127,7 @@ def _killed_child(pattern: str) -> Make:
 
 
 def _cut(_: Cluster, eye: Eye, worker: str) -> Fault:
-    return Cut(eye, worker, len(eye.workers[worker].linked))
+    return Cut(eye, worker)
 
 
 _MAKES: dict[Victim, Make] = {

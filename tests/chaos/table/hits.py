@@ -13,6 +13,8 @@ from tests.chaos.table.eye import Look, Place
 from tests.chaos.table.load import Job
 from tests.chaos.table.record import Record, Verdict, judge
 
+ON_THE_WAY_S = 0.01  # what a token may take from the router's clock to ours
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -112,13 +114,14 @@ def _was_in_line(strike: Strike, record: Record) -> bool:
     """In a prefill worker's line, or the router had not found workers for it by then."""
     if record.finished is None or strike.victim is ROUTER_KILLED or strike.look.place(record.label) != Place():
         return True  # the next router knows nothing of the first one's times
-    return record.sent_at + record.finished.timings.queue_ms / 1000 > strike.at
+    timings = record.finished.timings
+    return record.tokens[0].at - (timings.ttft_ms - timings.queue_ms) / 1000 - ON_THE_WAY_S > strike.at
 
 
 def _kv_was_missing(strike: Strike, record: Record) -> bool:
     if record.finished is None or strike.victim is ROUTER_KILLED:
         return True
-    return record.tokens[0].at + record.finished.timings.transfer_ms / 1000 > strike.at
+    return record.tokens[0].at + record.finished.timings.transfer_ms / 1000 - ON_THE_WAY_S > strike.at
 
 
 def _hit(strike: Strike, sent: Sent, cell: Cell) -> Hit:

@@ -27,7 +27,6 @@ from tests.e2e.harness import Cluster
 START_LIMIT_S = 60.0  # until all talkers decode
 AIM_LIMIT_S = 2.0
 WHOLE_LIMIT_S = 120.0
-DETECT_LIMIT_S = 10.0
 CLEAN_LIMIT_S = 5.0
 SLOW_FOR_S = 4.0
 DRAIN_LIMIT_S = 60.0
@@ -110,9 +109,7 @@ async def _strike(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sent]) -
     at = await fault.strike()
     try:
         slowing = asyncio.create_task(_slow(stage, 1e12, 0.01, but={fault.worker}))
-        detection_s = None
-        if aim.victim.detected:
-            detection_s = await stage.eye.seen_after(at, DETECT_LIMIT_S, fault.is_noticed)
+        detection_s = await fault.noticed(stage.eye, at, look)
         await asyncio.sleep(at + STOP_S - time.monotonic())
         await slowing
     finally:

@@ -113,7 +113,8 @@ class Table:
         leaked = sum(outcome.leaked_pages or 0 for outcome in self.outcomes)
         return (
             f"{len(self.outcomes)} faults with {len(verdicts)} requests under way, {resumes} resumes: "
-            f"{failed} requests failed, tokens lost / doubled / changed: {tokens}, pages leaked: {leaked} ({audited} audits)."
+            f"{failed} requests failed, tokens lost / doubled / changed: {tokens}, "
+            f"pages leaked: {leaked} ({audited} audits)."
         )
 
     def plain(self) -> dict[str, Any]:
