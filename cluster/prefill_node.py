@@ -59,11 +59,11 @@ async def serve_prefill(config: NodeConfig) -> str:
 
 async def _follow(membership: Membership, links: PrefillLinks) -> None:
     """Keep a link to every decode worker that is a member."""
-    kept: set[WorkerId] = set()
+    kept: list[WorkerId] = []
     async for view in membership.views():
         decodes = {info.id: info for info in view if info.role == "decode"}
-        for gone in kept - decodes.keys():
+        for gone in [worker for worker in kept if worker not in decodes]:
             links.forget(gone)
         for info in decodes.values():
             links.connect(info)
-        kept = set(decodes)
+        kept = list(decodes)

@@ -81,9 +81,9 @@ class Directory:
     def _reconcile(self, view: tuple[WorkerInfo, ...]) -> None:
         self.members = view
         members = {info.incarnation: info for info in view}
-        for incarnation in self._keepers.keys() - members.keys():
+        for incarnation in [gone for gone in self._keepers if gone not in members]:
             self._keepers.pop(incarnation).cancel()
-        for incarnation in members.keys() - self._keepers.keys():
+        for incarnation in [new for new in members if new not in self._keepers]:
             self._keepers[incarnation] = asyncio.create_task(self._keep(members[incarnation]))
 
     async def _keep(self, info: WorkerInfo) -> None:
