@@ -3,8 +3,10 @@
 The frames are those of `protocol`, field by field; a message with another one inside is a ProtocolError.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import grpc.aio
 import torch
@@ -18,6 +20,8 @@ from transport.protocol import Abort, Announce, DecodeFrame, End, Hello, Landed,
 from transport.receive import DecodeLinks
 from transport.send import PrefillLinks
 from transport.torch_dist import RendezvousStore, TorchWires
+
+Frame = TypeVar("Frame", bound=PrefillFrame | DecodeFrame)
 
 
 def prefill_links(own: Own, config: LinkConfig, device: torch.device) -> PrefillLinks:
@@ -75,52 +79,32 @@ async def _requests(frames: AsyncIterator[PrefillFrame]) -> AsyncIterator[link_p
 
 def request_of(frame: PrefillFrame) -> link_pb2.OpenRequest:
     """A frame of prefill as a message."""
-    match frame:
-        case Hello():
-            return link_pb2.OpenRequest(hello=link_pb2.Hello(**vars(frame)))
-        case Announce():
-            return link_pb2.OpenRequest(announce=link_pb2.Announce(**vars(frame)))
-        case End():
-            return link_pb2.OpenRequest(end=link_pb2.End(**vars(frame)))
+    return link_pb2.OpenRequest(**_field(frame))
 
 
 def prefill_frame(message: link_pb2.OpenRequest) -> PrefillFrame:
     """The inverse of `request_of`. Raises ProtocolError."""
-    match message.WhichOneof("frame"):
-        case "hello":
-            m = message.hello
-            return Hello(m.epoch, m.worker, m.incarnation, m.card, m.backend, m.slot_bytes, m.num_slots)
-        case "announce":
-            return Announce(message.announce.seq, message.announce.num_bytes, message.announce.meta)
-        case "end":
-            return End(message.end.meta, message.end.aborted)
-        case None:
-            raise ProtocolError("prefill said something that this version does not know")
+    return _frame(message, {"hello": Hello, "announce": Announce, "end": End})
 
 
 def response_of(frame: DecodeFrame) -> link_pb2.OpenResponse:
     """A frame of decode as a message."""
-    match frame:
-        case Welcome():
-            return link_pb2.OpenResponse(welcome=link_pb2.Welcome(**vars(frame)))
-        case Ready():
-            return link_pb2.OpenResponse(ready=link_pb2.Ready(**vars(frame)))
-        case Landed():
-            return link_pb2.OpenResponse(landed=link_pb2.Landed(**vars(frame)))
-        case Abort():
-            return link_pb2.OpenResponse(abort=link_pb2.Abort(**vars(frame)))
+    return link_pb2.OpenResponse(**_field(frame))
 
 
 def decode_frame(message: link_pb2.OpenResponse) -> DecodeFrame:
     """The inverse of `response_of`. Raises ProtocolError."""
-    match message.WhichOneof("frame"):
-        case "welcome":
-            return Welcome(message.welcome.host, message.welcome.port, message.welcome.incarnation)
-        case "ready":
-            return Ready(message.ready.seq, message.ready.scrap)
-        case "landed":
-            return Landed(message.landed.seq)
-        case "abort":
-            return Abort(message.abort.meta, message.abort.reason)
-        case None:
-            raise ProtocolError("decode said something that this version does not know")
+    return _frame(message, {"welcome": Welcome, "ready": Ready, "landed": Landed, "abort": Abort})
+
+
+def _field(frame: PrefillFrame | DecodeFrame) -> dict[str, Any]:
+    """Frames and messages have the same names and fields."""
+    return {type(frame).__name__.lower(): vars(frame)}
+
+
+def _frame(message: link_pb2.OpenRequest | link_pb2.OpenResponse, kinds: Mapping[str, type[Frame]]) -> Frame:
+    name = message.WhichOneof("frame")
+    if name is None:
+        raise ProtocolError("the peer said something that this version does not know")
+    kind, told = kinds[name], getattr(message, name)
+    return kind(**{field.name: getattr(told, field.name) for field in fields(kind)})

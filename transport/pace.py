@@ -39,7 +39,6 @@ class Lane:
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        self._timer: asyncio.TimerHandle | None = None  # of the first one
 
     def run(self, num_bytes: int, post: Callable[[], None]) -> None:
         """Call `post` when its turn has come: at once, unless links are slow."""
@@ -50,7 +49,7 @@ class Lane:
     def _next(self) -> None:
         while self._waiting:
             if (wait_s := self._pace.wait_s(self._waiting[0][0])) > 0:
-                self._timer = asyncio.get_running_loop().call_later(wait_s, self._first)
+                asyncio.get_running_loop().call_later(wait_s, self._first)
                 return
             self._post()
 
@@ -60,10 +59,4 @@ class Lane:
 
     def _post(self) -> None:
         _, post = self._waiting.popleft()
-        post()
-
-    def clear(self) -> None:
-        """The link is down: post nothing more."""
-        self._waiting.clear()
-        if self._timer:
-            self._timer.cancel()
+        post()  # refused when the link went down meanwhile

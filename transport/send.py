@@ -132,7 +132,6 @@ class PrefillLink:
             push.deadline.cancel()
             push.landed.set_exception(LinkDown(down.result()))
         self._pushes.clear()
-        self._lane.clear()
 
 
 class PrefillLinks:
@@ -199,7 +198,7 @@ class PrefillLinks:
 
     def cut(self) -> int:
         """A fault on demand: fail every link that is up; new ones are made. Returns how many."""
-        links = list(self._links.values())
+        links = [link for link in self._links.values() if link.is_up]
         for link in links:
             link.fail("cut by chaos")
         return len(links)

@@ -20,7 +20,7 @@ from transport.slots import Quarantine
 from transport.torch_dist import RendezvousStore, TorchWires
 from transport.wire import Group, TorchWire
 
-NCCL = LinkConfig(backend="nccl", slot_bytes=64, op_timeout_s=0.5)
+NCCL = LinkConfig(backend="nccl", slot_bytes=64, op_timeout_s=3.0)
 CPU = torch.device("cpu")
 
 
@@ -109,7 +109,7 @@ def test_only_the_event_tells_that_a_payload_is_there(fabric: Fabric) -> None:
 
 
 def test_a_wrong_size_fails_its_link_at_the_timeout_and_nothing_else(fabric: Fabric) -> None:
-    (send, receive), others = ends(fabric), ends(fabric)
+    (send, receive), others = ends(fabric, replace(NCCL, op_timeout_s=0.5)), ends(fabric)
     first, target = filled(8), filled(16)
     delivered = [receive.post(first), send.post(filled(8, 1))]
     lost = [receive.post(target), send.post(filled(8, 2)), receive.post(filled(8)), send.post(filled(8, 3))]
