@@ -17,6 +17,9 @@ demo: $(VENV)/.run  ## Ask the demo model one question through a real prefill an
 bench: $(VENV)/.run  ## Measure TTFT, TPOT and throughput beside the floors of this machine
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
+bench-handover: $(VENV)/.run  ## Measure what moving KV costs, beside bare Gloo, and how much of it a request sees
+	$(BIN)/python -m benchmarks.handover $(ARGS)
+
 ##@ Develop
 
 test: $(VENV)/.dev  ## Run all tests; ARGS="tests/unit -m 'not slow'" for fewer
@@ -46,7 +49,7 @@ clean:  ## Remove everything that make created: .venv, build output, caches
 	find $(PACKAGES) tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 help:  ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # ---- the virtual environment: .run serves, .dev tests as well -------------------------------------------------------
 
@@ -69,4 +72,4 @@ $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --no-compile -e '.[cluster,dev]'
 	@touch $@
 
-.PHONY: demo bench test check format proto proto-image clean help
+.PHONY: demo bench bench-handover test check format proto proto-image clean help
