@@ -22,7 +22,7 @@ def wanted_pages(layout: KvLayout, request: WorkRequest, position: int, *, whole
     end = request.max_length - 1  # the last token's KV is never needed
     if not whole:
         end = min(end, position + BLOCK_TOKENS)
-    return layout.pages_for(max(end, position + 1))
+    return layout.pages_for(end)
 
 
 def watermark(num_pages: int) -> int:

@@ -119,7 +119,8 @@ class DecodeWorker:
                 for entry in self._tickets.of_stream(stream):
                     self._drop(entry, "its router is gone", update)
             case GaveUp(counter, error):
-                if given_up := self._tickets.find(counter):
+                given_up = self._tickets.find(counter)
+                if given_up and not given_up.landing.is_complete:  # else it needs nothing more of prefill
                     self._fail(given_up, error, update)
             case Expel(error):
                 for entry in self._tickets.all():

@@ -55,6 +55,12 @@ def test_a_ticket_that_has_all_its_pages_is_not(stage: Stage) -> None:
     assert update.ended == [Ended(released.counter, ""), Ended(ended.counter, "")]
 
 
+def test_a_ticket_that_has_all_its_pages_needs_no_prefill_any_more(stage: Stage) -> None:
+    ticket = stage.start(work(40, 10))
+    assert not stage.step(GaveUp(ticket.counter, LegFailed("prefill gave up: it drains"))).failed
+    assert stage.worker.is_live(ticket.counter)
+
+
 def test_layers_that_lack_make_a_page_lack(stage: Stage) -> None:
     ticket = stage.reserve(work(10, 10))
     assert stage.step(stage.landed(ticket, 0, 1, range(2)), Release(0, ticket)).ended[0].aborted
