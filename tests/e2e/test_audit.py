@@ -59,8 +59,8 @@ async def test_pages_promised_to_nobody_known_are_found(cluster: Cluster, capsys
         assert isinstance(answer, decode_pb2.ConnectResponse)
         assert answer.reserved[0].HasField("ticket")
         assert not await audited(cluster)
-        (problem,) = json.loads(capsys.readouterr().out)["problems"]
-        assert problem.startswith("decode-0: ghost owns it")
+        problems = json.loads(capsys.readouterr().out)["problems"]
+        assert any(problem.startswith("decode-0: ghost owns it") for problem in problems), problems
         call.cancel()
     cluster.assert_clean()
     assert await audited(cluster), "its stream broke: all is free again"
@@ -75,7 +75,7 @@ async def test_a_stopped_worker_is_missed_and_comes_back_as_it_was(
     cluster.wait_until("missed", 3, lambda status: "decode-1" not in {each.id for each in status.workers})
     capsys.readouterr()
     assert not await audited(cluster)
-    assert json.loads(capsys.readouterr().out)["problems"] == ["decode-1 does not answer"]
+    assert "decode-1 does not answer" in json.loads(capsys.readouterr().out)["problems"]
     cluster.wait_complete(4)
     after = worker(cluster, "decode-1")
     assert after is not None
