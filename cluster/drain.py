@@ -3,6 +3,8 @@
 A drain's life: `begin` (the command, or SIGTERM) -> new work is refused, and beats say so -> what runs finishes ->
 after the limit what is left is expelled: its routers resume it on other workers -> the worker holds nothing, what it
 said last has been sent -> `run` returns: the worker deregisters and ends for good.
+
+Ray sends workers a SIGTERM only where it ends as a whole, and a SIGKILL 0.1 s later: `up` does not wait for drains.
 """
 
 import asyncio
@@ -11,7 +13,6 @@ from typing import Generic, Protocol, TypeVar
 
 from pdserve.errors import Draining, PdserveError
 
-DEFAULT_LIMIT_S = 30.0
 SIGTERM_LIMIT_S = 10.0  # who sends a SIGTERM mostly sends a SIGKILL some time later
 EXPEL_LIMIT_S = 5.0  # for the engine to obey; after that its end frees everything
 CHECK_S = 0.1
