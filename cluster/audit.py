@@ -43,15 +43,15 @@ class Finding:
 
 def audit(flags: AuditFlags) -> bool:
     """Ask, compare and print; whether all is well. Raises PdserveError."""
-    samples = asyncio.run(_samples(flags.address or [DEFAULT_ADDRESS]))
+    samples = asyncio.run(collect(flags.address or [DEFAULT_ADDRESS]))
     findings = lasting(samples)
     last = samples[-1]
     sys.stdout.write((json.dumps(to_plain(last, findings)) if flags.json else report(last, findings)) + "\n")
     return not findings
 
 
-async def _samples(addresses: Sequence[str]) -> list[Sample]:
-    """So many as it takes: one, where nothing is wrong."""
+async def collect(addresses: Sequence[str]) -> list[Sample]:
+    """As many samples as it takes: one, where nothing is wrong."""
     samples: list[Sample] = []
     while len(samples) < NUM_SAMPLES and (not samples or lasting(samples)):
         if samples:
