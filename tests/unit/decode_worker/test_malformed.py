@@ -60,9 +60,10 @@ def test_a_request_of_one_token_is_not_decoded_on(stage: Stage) -> None:
     assert failures(update) == [(ticket.counter, ProtocolError)]
 
 
-def test_a_second_decode_does_not_rewind(stage: Stage) -> None:
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_second_decode_neither_rewinds_nor_skips(stage: Stage, number: int) -> None:
     ticket = stage.start(GOOD)
-    assert failures(stage.step(Decode(0, ticket, Token(0, 10)))) == [(ticket.counter, ProtocolError)]
+    assert failures(stage.step(Decode(0, ticket, Token(number, 10)))) == [(ticket.counter, ProtocolError)]
 
 
 def test_an_unknown_ticket_is_an_error_and_no_silence(stage: Stage) -> None:

@@ -98,6 +98,13 @@ def test_a_ticket_runs_when_all_pages_landed_and_its_first_token_is_there() -> N
     assert pool.counts().in_use == 3
 
 
+def test_without_its_first_token_a_ticket_does_not_run() -> None:
+    tickets, _ = table(8)
+    entry = tickets.get(tickets.reserve(asked(40, 10)), 0)
+    tickets.place(entry, PageRun(1, 0, 3, 0, 2))
+    assert tickets.running() == []
+
+
 def test_the_oldest_run_first() -> None:
     tickets, _ = table(8)
     entries = [tickets.get(tickets.reserve(asked(1, 10)), 0) for _ in range(4)]
