@@ -144,8 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         model = write_toy_model(Path(folder) / "toy")
-        flags = ["--model", str(model), "--dtype", "float32", "--decode", "2", "--num-pages", "256", "--verify-kv"]
-        with cluster(flags) as (address, _):
+        config = Path(folder) / "cluster.yaml"
+        config.write_text(f"model: {model}\ndtype: float32\ndecode: 2\nnum_pages: 256\nverify_kv: true\n")
+        with cluster(["--config", str(config)]) as (address, _):
             print(machine())
             tally = asyncio.run(soak(address, parsed.minutes, parsed.clients))
     print(report(tally, parsed.minutes))

@@ -34,7 +34,7 @@ class Beats(worker_pb2_grpc.WorkerServiceServicer):
 
 @asynccontextmanager
 async def listening(stuck_after_s: float = 0.3) -> AsyncIterator[tuple[Heartbeat, Beats]]:
-    beats, server = Beats(), rpc.server()
+    beats, server = Beats(), rpc.server()  # type: ignore[abstract]  # it is only watched
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(beats, server)
     port = rpc.listen(server, "127.0.0.1", 0)
     await server.start()
