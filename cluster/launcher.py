@@ -60,7 +60,7 @@ class Launcher:
         threading.Thread(target=self._obey, name="ray", daemon=True).start()
 
     async def start(self) -> None:
-        """Start or join Ray; takes seconds. Raises ConfigError when there is no cluster to join."""
+        """Start or join Ray; takes seconds. Raises ConfigError when there is no cluster to join, else Unavailable."""
         await self._call(self._join if self._config.ray_address else self._start_own)
 
     async def keep(self, node: NodeConfig, patience: Patience) -> str:
@@ -129,16 +129,19 @@ class Launcher:
 
     def _start_own(self) -> None:
         config = self._config
-        ray.init(
-            address="local",
-            num_cpus=(config.prefill + config.decode) * config.threads,  # a promise to Ray, not to the machine
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(self._folder / "ray"),
-            _system_config=_SYSTEM_CONFIG,
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=(config.prefill + config.decode) * config.threads,  # a promise to Ray, not to the machine
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self._folder / "ray"),
+                _system_config=_SYSTEM_CONFIG,
+            )
+        except Exception as error:  # on a busy machine Ray gives itself up after 30 s with nothing narrower
+            raise Unavailable(f"Ray did not start, try again: {str(error).splitlines()[0]}") from error
 
     def _join(self) -> None:
         try:

@@ -38,6 +38,7 @@ class HeldTicket:
     failed: "asyncio.Future[PdserveError]"  # the worker is lost, or has given the ticket up; cancelled when released
     items: "asyncio.Queue[_Item]"  # what `tokens` reads
     is_decoding: bool = False  # a token came: decode has all the KV
+    is_finished: bool = False  # the last token came, though it may not have been read yet
 
     def fail(self, error: PdserveError) -> None:
         """End it, whoever waits."""
@@ -81,8 +82,9 @@ class DecodeClient:
         return len(self._held) + len(self._reservations)
 
     def held_tickets(self) -> list[tuple[Ticket, str]]:
-        """All tickets held here, with their requests' labels."""
-        return [(held.ticket, held.label) for held in self._held.values()]
+        """All tickets that the worker must know, with their requests' labels."""
+        alive = (held for held in self._held.values() if not (held.is_finished or held.failed.done()))
+        return [(held.ticket, held.label) for held in alive]
 
     async def run(self) -> None:
         """Serve the stream until it breaks. Raises WorkerLost."""
@@ -105,6 +107,7 @@ class DecodeClient:
                 held.is_decoding = True
                 for token in batch.tokens:
                     held.items.put_nowait(Decoded(token_from_wire(token), batch.decode_steps))
+                    held.is_finished = held.is_finished or token.finish != ""
         for failure in message.failures:
             if held := self._held.get(failure.counter):
                 held.fail(failure_from_wire(failure.failure))

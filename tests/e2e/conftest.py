@@ -1,10 +1,12 @@
 """One `pdserve up` for all that can share it, with the toy model; after each test it is complete and holds nothing."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cluster.audit import collect, lasting
 from tests.e2e.harness import Cluster, running_cluster
 from tests.toy import write_toy_model
 from tests.toy_tokenizer import write_toy_tokenizer
@@ -43,3 +45,4 @@ def cluster(toy_cluster: Cluster) -> Iterator[Cluster]:
     status = toy_cluster.wait_complete(4)
     assert {worker.role for worker in status.workers} == {"prefill", "decode"}
     toy_cluster.assert_clean()
+    assert lasting(asyncio.run(collect([toy_cluster.address]))) == []

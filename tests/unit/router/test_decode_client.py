@@ -85,6 +85,7 @@ async def test_reserve_decode_release_in_order() -> None:
             script.tokens(5, 1, 2)
             script.tokens(5, 3, finish="length")
             assert await collect(client, ticket) == [101, 102, 103]
+            assert client.held_tickets() == []  # the worker has ended it by itself
         assert (await script.heard.get()).decode.first.token_id == 100
         assert (await script.heard.get()).release.ticket.counter == 5
         assert client.num_tickets == 0
