@@ -49,7 +49,7 @@ class Channel:
 
         return call
 
-    async def close(self, grace: float | None = None) -> None:  # noqa: ARG002 - grpc's name
+    async def close(self, grace: float | None = None) -> None:
         """Cancel all calls."""
         for call in list(self.calls):
             call.cancel()

@@ -54,8 +54,12 @@ def leftovers(cluster: Cluster, at_rest: Census) -> list[str]:
         peers = [*router.directory.prefills, *router.directory.decodes]
         if len(peers) != len(cluster.workers):
             found.append(f"{name} knows {len(peers)} workers of {len(cluster.workers)}")
-        found += [f"{name} counts {peer.client} as busy" for peer in router.directory.decodes if peer.client.num_tickets]
-        found += [f"{name}: {p.client.queued_tokens} queued" for p in router.directory.prefills if p.client.queued_tokens]
+        found += [
+            f"{name} counts {peer.client} as busy" for peer in router.directory.decodes if peer.client.num_tickets
+        ]
+        found += [
+            f"{name}: {p.client.queued_tokens} queued" for p in router.directory.prefills if p.client.queued_tokens
+        ]
     for host in cluster.hosts():
         if (now := _tasks(host)) != at_rest[_kind(host)]:
             found.append(f"{host.name}: tasks {_difference(now, at_rest[_kind(host)])}")

@@ -122,4 +122,4 @@ class Cluster:
 
     def hosts(self) -> list[Host]:
         """All that live."""
-        return [node.host for node in (*self.workers.values(), *self.routers.values())]
+        return [*(node.host for node in self.workers.values()), *(node.host for node in self.routers.values())]

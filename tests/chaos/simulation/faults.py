@@ -1,6 +1,7 @@
 """What can go wrong in a run: each fault is a value that says when, to whom and for how long."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -201,7 +202,7 @@ class FaultMaker:
     def make(self, at_s: float, *, verify_kv: bool) -> Fault:
         """One fault at this time."""
         random, worker = self._random, self._random.choice(self._workers)
-        makers = [
+        makers: list[tuple[int, Callable[[], Fault]]] = [
             (5, lambda: KillWorker(at_s, worker, random.uniform(0.1, 2.0))),
             (1, lambda: KillRouter(at_s, random.choice(self._routers), random.uniform(0.1, 1.0))),
             (2, lambda: Stop(at_s, worker, random.choice((0.3, 0.9, 1.5, 3.0, 6.0)))),
@@ -217,8 +218,7 @@ class FaultMaker:
             (2 if verify_kv else 0, lambda: Corrupt(at_s, random.randrange(64))),
         ]
         make = random.choices([maker for _, maker in makers], [weight for weight, _ in makers])[0]
-        fault: Fault = make()
-        return fault
+        return make()
 
     def _pair(self) -> tuple[str, str]:
         random = self._random

@@ -34,6 +34,7 @@ from tests.chaos.simulation.server import Server
 from tests.chaos.simulation.shape import Shape
 from tests.chaos.simulation.stepped import Speed, SteppedEngine
 from tests.chaos.simulation.virtual_loop import Host
+from tests.chaos.simulation.watched import said_too_early
 from tests.chaos.simulation.wires import HostWires, WireNet
 from transport.base import Own
 from transport.control import LinkServicer, decode_frame, request_of
@@ -78,6 +79,14 @@ class _Control:
                 call.cancel()
 
 
+class _Watch(WatchServicer):
+    """The beats, without the commands of WorkerService: the run drains and kills by itself."""
+
+    GetLedger: Any = None
+    Drain: Any = None
+    InflictChaos: Any = None
+
+
 class WorkerNode:
     """What both kinds of workers have."""
 
@@ -105,7 +114,7 @@ class WorkerNode:
 
     async def serve(self) -> None:
         """Until killed, or drained; a part that fails is a finding."""
-        watch = cast(Any, WatchServicer(self.info.incarnation, self))
+        watch = _Watch(self.info.incarnation, self)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(watch, cast(Any, self.server))
         self.world.registry.register(self.info)
         parts = [asyncio.ensure_future(part) for part in (self.drain.run(), self.engine.run(), *self.background())]
@@ -127,9 +136,13 @@ class PrefillNode(WorkerNode):
         self.worker = PrefillWorker(engine, shape.chunk_tokens, shape.link.slot_bytes, verify_kv=shape.verify_kv)
         self.links = PrefillLinks(self.own, shape.link, _Control(world, host), HostWires(world.wires, host))
         self.servicer = PrefillServicer(lambda command: self.engine.submit(command), self.links)
-        self.engine = SteppedEngine(self.worker, self.servicer.deliver, Speed(PREFILL_STEP_S), random)
+        self.engine = SteppedEngine(self.worker, self._deliver, Speed(PREFILL_STEP_S), random)
         self.drain = Drain(self.worker, prefill_commands.Drain(), prefill_commands.Expel)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self.servicer, cast(Any, self.server))
+
+    def _deliver(self, update: prefill_commands.StepUpdate) -> None:
+        self.engine.problems += said_too_early(update)
+        self.servicer.deliver(update)
 
     def vitals(self) -> Vitals:
         return replace(super().vitals(), linked=tuple(self.links.links_up().values()))
@@ -190,6 +203,3 @@ def worker_info(world: World, role: Role, worker: str, number: int) -> WorkerInf
     """Of the incarnation with this number."""
     address = worker if world.shape.same_address else f"{worker}:{number}"
     return WorkerInfo(WorkerId(worker), role, Incarnation(f"{worker}.{number}"), address, 0, card())
-
-
-

@@ -1,7 +1,7 @@
 """One seed, one run: build the scenario, let it happen, check everything.
 
-    python -m tests.chaos.simulation.run --seeds 0:500 [--jobs 2]       a summary, and every problem with its seed
-    python -m tests.chaos.simulation.run --trace 17                     what happened in the run of seed 17
+python -m tests.chaos.simulation.run --seeds 0:500 [--jobs 2]       a summary, and every problem with its seed
+python -m tests.chaos.simulation.run --trace 17                     what happened in the run of seed 17
 """
 
 import argparse
@@ -24,11 +24,12 @@ import torch
 from decode_worker import growth
 from tests.chaos.simulation import planted
 from tests.chaos.simulation.checks import census, until_clean, wrong_answers
-from tests.chaos.simulation.client import Client
+from tests.chaos.simulation.client import Client, Job
 from tests.chaos.simulation.cluster import Cluster
 from tests.chaos.simulation.scenario import FIRST_S, Scenario, scenario
-from tests.chaos.simulation.virtual_loop import HOST, Stuck, VirtualLoop
-from transport import receive
+from tests.chaos.simulation.virtual_loop import Stuck, VirtualLoop
+from tests.chaos.simulation.watched import WatchedDecodeLink, WatchedPrefillLink
+from transport import receive, send
 
 LIMIT_S = 150.0  # of virtual time, for all
 CLEAN_S = 20.0
@@ -42,15 +43,6 @@ class Report:
     problems: list[str] = field(default_factory=list)
     trace: list[tuple[float, str, object]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-
-
-class _NotedLink(receive.DecodeLink):
-    """A receiving end that its host can find again, to count its slots."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        if host := HOST.get():
-            host.links.append(self)
 
 
 class _Errors(logging.Handler):
@@ -71,7 +63,8 @@ def _surroundings(plan: Scenario, plants: Sequence[str]) -> Iterator[_Errors]:
     level, last = root.level, logging.lastResort
     with ExitStack() as stack:
         stack.enter_context(patch.object(growth, "BLOCK_TOKENS", plan.shape.block_tokens))
-        stack.enter_context(patch.object(receive, "DecodeLink", _NotedLink))
+        stack.enter_context(patch.object(receive, "DecodeLink", WatchedDecodeLink))
+        stack.enter_context(patch.object(send, "PrefillLink", WatchedPrefillLink))
         for name in plants:
             stack.enter_context(planted.PLANTS[name]())
         root.addHandler(errors)
@@ -132,8 +125,19 @@ class _Run:
         await asyncio.sleep(max([fault.at_s for fault in self._plan.faults], default=0.0) - self._loop.time())
         await cluster.settled()
         report.problems += [f"left over: {left}" for left in await until_clean(cluster, at_rest, CLEAN_S)]
+        clients += await self._again(cluster)
+        report.problems += [f"at last: {left}" for left in await until_clean(cluster, at_rest, CLEAN_S)]
         report.problems += [problem for node in cluster.all_nodes() for problem in node.engine.problems]
         self._count(cluster, clients)
+
+    async def _again(self, cluster: Cluster) -> list[Client]:
+        """Two of the requests once more, now that everything is well: what is cached must be right."""
+        now, jobs = self._loop.time(), self._plan.jobs[-2:]
+        again = [Job(job.number, now, job.work, job.answer) for job in jobs]
+        clients = [Client(cluster, job, Random(job.number)) for job in again]
+        await asyncio.gather(*(client.run() for client in clients))
+        self._report.problems += [f"at last: {wrong}" for wrong in wrong_answers(clients)]
+        return clients
 
     def _inflict(self, cluster: Cluster, fault: Any) -> None:
         cluster.note(str(fault))
@@ -177,7 +181,9 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:200", metavar="FROM:TO")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--trace", type=int, metavar="SEED", help="print all that happens in one run")
-    parser.add_argument("--plant", action="append", default=[], choices=sorted(planted.PLANTS), help="a bug, on purpose")
+    parser.add_argument(
+        "--plant", action="append", default=[], choices=sorted(planted.PLANTS), help="a bug, on purpose"
+    )
     options = parser.parse_args()
     if options.trace is not None:
         return _print_trace(run_seed(options.trace, options.plant))

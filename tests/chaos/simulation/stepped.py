@@ -15,9 +15,10 @@ from pdserve.errors import Preempted
 from pdserve.vitals import Vitals
 
 U = TypeVar("U")
+Update = TypeVar("Update", covariant=True)
 
 
-class SubmittingWorker(Worker[U], Protocol[U]):
+class SubmittingWorker(Worker[Update], Protocol[Update]):
     """Both workers."""
 
     def submit(self, command: Any) -> None: ...

@@ -44,7 +44,9 @@ class Host:
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
         """A task that belongs to this host, whoever asks for it."""
-        return self._loop.create_task(work, name=name or f"{self.name}: {work.__qualname__}", context=self.own())
+        return self._loop.create_task(
+            work, name=name or f"{self.name}: {getattr(work, '__qualname__', work)}", context=self.own()
+        )
 
     def own(self) -> Context:
         """A context of this host for one callback."""
@@ -104,8 +106,8 @@ class VirtualLoop(BaseEventLoop):
     def time(self) -> float:
         return self._now
 
-    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
-        task = asyncio.Task(coro, loop=self, name=name, context=context)
+    def create_task(self, coro: Any, *, name: Any = None, context: Context | None = None) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name, context=context)
         host = context.get(HOST) if context is not None else HOST.get()
         if host is not None:
             host.note(task)
@@ -117,7 +119,7 @@ class VirtualLoop(BaseEventLoop):
 
     def finish(self, main: Coroutine[Any, Any, T]) -> T:
         """Run to the end of `main`, and close."""
-        task = self.create_task(main)
+        task: asyncio.Task[T] = self.create_task(main)
         try:
             return self.run_until_complete(task)
         except Stuck:
@@ -128,14 +130,18 @@ class VirtualLoop(BaseEventLoop):
         finally:
             self.close()
 
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(  # type: ignore[override]  # typeshed ties `args` to the callback
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
-    call_soon_threadsafe = call_soon  # there are no threads
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there are no threads
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._num_timers += 1  # of equal times the earlier call is first
         heapq.heappush(self._timers, (when, self._num_timers, timer))
@@ -192,4 +198,3 @@ def _place(coroutine: Any) -> str:
         places.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
     return " > ".join(places) or str(coroutine)
-

@@ -61,7 +61,7 @@ class HostWires:
     def address(self) -> Address:
         return Address(self._host.name, 1)
 
-    def make(self, side: Side, epoch: str, store: Address) -> "SimWire":  # noqa: ARG002 - there is but one place
+    def make(self, side: Side, epoch: str, store: Address) -> "SimWire":
         return self._net.attach(epoch, side, self._host)
 
     def buffers(self, count: int) -> list[torch.Tensor]:

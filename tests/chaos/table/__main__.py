@@ -5,6 +5,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from tests.chaos.table.campaign import Campaign, Plan
@@ -35,6 +36,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--cells", nargs="*", default=["*"], help="decoding/*, '*/decode killed', ...")
     parser.add_argument("--model", choices=["toy", "smollm2"], default="toy")
     parser.add_argument("--minutes", type=float, default=24, help="stop after so long, with what there is")
+    parser.add_argument("--run-dir", help="keep the clusters' logs there")
     parser.add_argument("--json", type=Path, help="also write it there")
     parser.add_argument("--markdown", type=Path, help="also write it there")
     return parser.parse_args()
@@ -47,6 +49,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         toy = arguments.model == "toy"
         plan = toy_plan(Path(folder), arguments.minutes) if toy else smollm2_plan(arguments.minutes)
+        if arguments.run_dir:
+            plan = replace(plan, flags=(*plan.flags, "--run-dir", arguments.run_dir))
         try:
             asyncio.run(Campaign(plan, table).run())
         finally:

@@ -40,7 +40,7 @@ class Place:
     prefill: Entry | None = None
     decode: Entry | None = None
 
-    def state(self, prompt_tokens: int) -> State | None:
+    def state(self) -> State | None:
         """Of a request that runs and has been resumed by nobody yet."""
         if self.decode and self.decode.said.state == "running":
             return "decoding"
@@ -52,12 +52,12 @@ class Place:
             case "computing":
                 return "prefilling"
             case _:
-                return "transferring" if self._is_partly_there(prompt_tokens) else None
+                # "pushing": not every payload is acknowledged; "landing": one is
+                return "transferring" if self.decode and self.decode.said.state == "landing" else None
 
-    def _is_partly_there(self, prompt_tokens: int) -> bool:
-        """One payload landed (that is what "landing" says), and pages of the prompt are missing."""
-        said = self.decode.said if self.decode else pb.LedgerEntry()
-        return said.state == "landing" and said.pages < -(-prompt_tokens // PAGE_TOKENS)
+    def lacks_pages(self, prompt_tokens: int) -> bool:
+        """Whether pages of the prompt are missing on decode altogether, not some of their layers."""
+        return self.decode is not None and self.decode.said.pages < -(-prompt_tokens // PAGE_TOKENS)
 
     def is_on(self, worker: str) -> bool:
         """Whether the worker has a part of it."""

@@ -50,8 +50,8 @@ def candidates(look: Look, sent: list[Sent], victim: Victim, worker: str) -> dic
     found: dict[str, State] = {}
     for each in sent:
         place = look.place(each.record.label)
-        state = place.state(each.job.prompt_tokens)
-        is_under_way = each.record.sent_at < look.began and not (state == "queued" and each.record.tokens)
+        state = place.state()
+        is_under_way = each.record.sent_at < look.began and not (state == "queued" and each.record.num_before(look.began))
         if state and is_under_way and _is_befallen(place, state, victim, worker):
             found[each.record.label] = state
     return found
@@ -92,10 +92,11 @@ def _is_certain(strike: Strike, sent: Sent, state: State) -> bool:
     goes_on = record.next_after(strike.at) is not None
     if Cell(state, strike.victim).must_resume:
         goes_on = goes_on and record.resumes > 0
-    return goes_on and _fits(strike, record, state)
+    return goes_on and _fits(strike, sent, state)
 
 
-def _fits(strike: Strike, record: Record, state: State) -> bool:
+def _fits(strike: Strike, sent: Sent, state: State) -> bool:
+    record = sent.record
     received = record.num_before(strike.at)
     match state:
         case "queued":
@@ -103,7 +104,7 @@ def _fits(strike: Strike, record: Record, state: State) -> bool:
         case "prefilling":
             return received == 0
         case "transferring":
-            return received <= 1 and _kv_was_missing(strike, record)
+            return received <= 1 and _kv_was_missing(strike, sent)
         case "decoding":
             return received > 1
         case "draining":
@@ -118,9 +119,10 @@ def _was_in_line(strike: Strike, record: Record) -> bool:
     return record.tokens[0].at - (timings.ttft_ms - timings.queue_ms) / 1000 - ON_THE_WAY_S > strike.at
 
 
-def _kv_was_missing(strike: Strike, record: Record) -> bool:
+def _kv_was_missing(strike: Strike, sent: Sent) -> bool:
+    record = sent.record
     if record.finished is None or strike.victim is ROUTER_KILLED:
-        return True
+        return strike.look.place(record.label).lacks_pages(sent.job.prompt_tokens)
     return record.tokens[0].at + record.finished.timings.transfer_ms / 1000 - ON_THE_WAY_S > strike.at
 
 

@@ -1,6 +1,7 @@
 """What a client wrote down about one request, and how it differs from the undisturbed answer."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -31,7 +32,7 @@ class Record:
     """All that came for one request. Unlike `resumable`, it takes tokens twice, and with gaps."""
 
     label: str
-    sent_at: float = 0.0
+    sent_at: float = math.inf
     tokens: list[Received] = field(default_factory=list)
     text: str = ""
     finished: pb.Finished | None = None
