@@ -51,7 +51,9 @@ def candidates(look: Look, sent: list[Sent], victim: Victim, worker: str) -> dic
     for each in sent:
         place = look.place(each.record.label)
         state = place.state()
-        is_under_way = each.record.sent_at < look.began and not (state == "queued" and each.record.num_before(look.began))
+        is_under_way = each.record.sent_at < look.began and not (
+            state == "queued" and each.record.num_before(look.began)
+        )
         if state and is_under_way and _is_befallen(place, state, victim, worker):
             found[each.record.label] = state
     return found
