@@ -25,6 +25,9 @@ bench-handover: $(VENV)/.run  ## Measure what moving KV costs, beside bare Gloo,
 test: $(VENV)/.dev  ## Run all tests; ARGS="tests/unit -m 'not slow'" for fewer
 	$(BIN)/python -m pytest $(ARGS)
 
+chaos: $(VENV)/.dev  ## Print the failure table, in under 25 minutes; ARGS="--hits 2 --cells 'decoding/*'" for less
+	$(BIN)/python -m tests.chaos.table $(ARGS)
+
 check: $(VENV)/.dev  ## Formatting, lint, types, layers, wire contract
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -72,4 +75,4 @@ $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --no-compile -e '.[cluster,dev]'
 	@touch $@
 
-.PHONY: demo bench bench-handover test check format proto proto-image clean help
+.PHONY: demo bench bench-handover test chaos check format proto proto-image clean help

@@ -21,7 +21,10 @@ from tests.chaos.table.load import Job, Shape, make_sets
 from tests.chaos.table.rounds import Aim, Outcome, Stage, play, whole
 from tests.chaos.table.table import Table
 from tests.e2e.harness import running_cluster
+from tests.toy import write_toy_model
+from tests.toy_tokenizer import write_toy_tokenizer
 
+NUM_WORKERS = 4
 STEADY_S = 61.0  # a router that ends sooner is started again with growing delays: it must not be killed so often
 
 
@@ -38,7 +41,17 @@ class Plan:
     minutes: float
 
 
-NUM_WORKERS = 4
+def toy_plan(folder: Path, minutes: float, num_sets: int = 6) -> Plan:
+    """A random model of 512 tokens and six layers."""
+    write_toy_model(folder / "toy", max_position_embeddings=4096, num_hidden_layers=6)
+    write_toy_tokenizer(folder / "toy")
+    flags = ("--dtype", "float32")
+    return Plan(str(folder / "toy"), flags, Shape(), num_sets, slow_bytes_per_s=4e5, num_pages=480, minutes=minutes)
+
+
+def smollm2_plan(minutes: float) -> Plan:
+    """The demo model in its default dtype."""
+    return Plan("smollm2", (), Shape().scaled(0.15), 2, slow_bytes_per_s=8e6, num_pages=480, minutes=minutes)
 
 
 class Campaign:

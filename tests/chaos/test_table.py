@@ -1,0 +1,118 @@
+"""The failure table: what it counts as a hit and as a fault, and two of its columns on a real cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.v1 import cluster_pb2
+from pdserve.v1 import generation_pb2 as pb
+from tests.chaos.table.campaign import Campaign, toy_plan
+from tests.chaos.table.cells import DECODE_KILLED, LINK_CUT, PREFILL_KILLED, REDIS_GONE, Cell, State, Victim, select
+from tests.chaos.table.eye import Entry, Look, Place
+from tests.chaos.table.hits import Sent, Strike, hits
+from tests.chaos.table.load import Job, late_text
+from tests.chaos.table.record import Expected, Received, Record, Verdict, judge
+from tests.chaos.table.table import Table
+
+FAULT_AT = 100.0
+
+
+def record(*tokens: tuple[int, int], text: str = "abc", resumes: int = 0, first_at: float = 99.0) -> Record:
+    """Tokens (number, id), one per second."""
+    finished = pb.Finished(finish_reason=pb.FINISH_REASON_LENGTH, usage=pb.Usage(resumes=resumes))
+    received = [Received(number, token_id, first_at + i) for i, (number, token_id) in enumerate(tokens)]
+    return Record("one", 90.0, received, text, finished)
+
+
+EXPECTED = Expected.of(record((0, 7), (1, 8), (2, 9)))
+
+
+@pytest.mark.parametrize(
+    ("got", "verdict"),
+    [
+        (record((0, 7), (1, 8), (2, 9)), Verdict(0, 0, 0, 0)),
+        (record((0, 7), (2, 9)), Verdict(0, 1, 0, 0)),
+        (record((0, 7), (1, 8), (1, 8), (2, 9)), Verdict(0, 0, 1, 0)),
+        (record((0, 7), (1, 5), (2, 9)), Verdict(0, 0, 0, 1)),
+        (record((0, 7), (1, 8), (2, 9), (3, 4)), Verdict(0, 0, 0, 1)),
+        (record((0, 7), (1, 8), (2, 9), text="abd"), Verdict(0, 0, 0, 1)),
+        (Record("failed", tokens=[Received(0, 7, 1.0)], error="gone"), Verdict(1, 0, 0, 0)),
+    ],
+)
+def test_a_verdict_sees_every_difference(got: Record, verdict: Verdict) -> None:
+    assert judge(got, EXPECTED) == verdict
+
+
+def place(prefill: str, decode: str, pages: int = 1) -> Place:
+    return Place(
+        Entry("prefill-0", cluster_pb2.LedgerEntry(state=prefill)) if prefill else None,
+        Entry("decode-0", cluster_pb2.LedgerEntry(state=decode, pages=pages)) if decode else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "state"),
+    [
+        (place("", ""), "queued"),
+        (place("queued", "reserved"), "queued"),
+        (place("computing", "landing"), "prefilling"),
+        (place("pushing", "reserved"), None),
+        (place("pushing", "landing"), "transferring"),
+        (place("", "landing"), None),
+        (place("", "running"), "decoding"),
+    ],
+)
+def test_a_state_is_read_from_both_ledgers(where: Place, state: State | None) -> None:
+    assert where.state() == state
+
+
+def states_hit(victim: Victim, worker: str, where: Place, of: Record) -> list[Cell]:
+    sent = Sent(Job(pb.GenerateRequest(), EXPECTED, 40, is_talker=False), of)
+    strike = Strike(victim, worker, frozenset(), Look(FAULT_AT - 0.1, {of.label: where}), FAULT_AT)
+    return [hit.cell for hit in hits(strike, [sent])]
+
+
+def test_a_hit_takes_both_the_ledger_and_the_record() -> None:
+    decoding, tokens = place("", "running"), [(0, 7), (1, 8), (2, 9)]
+    resumed, went_on = record(*tokens, resumes=1, first_at=98.5), record(*tokens, first_at=98.5)
+    assert states_hit(DECODE_KILLED, "decode-0", decoding, resumed) == [Cell("decoding", DECODE_KILLED)]
+    assert states_hit(DECODE_KILLED, "decode-0", decoding, went_on) == [], "nothing befell it"
+    assert states_hit(DECODE_KILLED, "decode-1", decoding, resumed) == [], "it was on another worker"
+    assert states_hit(PREFILL_KILLED, "prefill-0", decoding, went_on) == [Cell("decoding", PREFILL_KILLED)]
+    over = record(*tokens, resumes=1, first_at=90.0)
+    assert states_hit(DECODE_KILLED, "decode-0", decoding, over) == [], "it had all its tokens before"
+
+
+def test_a_hit_while_transferring_takes_kv_that_is_missing() -> None:
+    pushing, moving = place("pushing", "landing"), record((0, 7), (1, 8), first_at=99.5)
+    assert moving.finished is not None
+    moving.finished.timings.transfer_ms = 100
+    assert states_hit(REDIS_GONE, "", pushing, moving) == [], "it was there 400 ms before the fault"
+    moving.finished.timings.transfer_ms = 800
+    assert states_hit(REDIS_GONE, "", pushing, moving) == [Cell("transferring", REDIS_GONE)]
+
+
+def test_a_cell_without_the_resumes_that_it_takes_is_void() -> None:
+    table = Table(select(["decoding/*"]), wanted=1)
+    assert all(line.is_void for line in table.lines.values())
+    with pytest.raises(ValueError, match="no cell matches"):
+        select(["dancing/*"])
+
+
+def test_a_stop_string_comes_for_the_first_time_near_the_end() -> None:
+    text = "ab" * 20 + "xyz" + "cd" * 2
+    (stop,) = late_text(text)
+    assert text.find(stop) >= len(text) * 9 // 10
+    assert late_text("a") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_two_columns_on_a_real_cluster(tmp_path: Path) -> None:
+    """A few hits each: `make chaos` does the whole table."""
+    cells = [Cell(state, victim) for state in ("prefilling", "decoding") for victim in (DECODE_KILLED, LINK_CUT)]
+    table = Table(cells, wanted=1)
+    await Campaign(toy_plan(tmp_path, minutes=0.7, num_sets=2), table).run()
+    print("\n" + table.markdown())
+    assert table.is_clean, table.plain()
+    assert table.lines[Cell("decoding", DECODE_KILLED)].num_resumed > 0
