@@ -14,7 +14,7 @@ from pdserve.request import Incarnation
 from router.peers import CONNECT_LIMIT_S, Heartbeat
 
 RETRY_S = 0.5
-SILENCE_LIMIT_S = 2.0  # routers take half of it: what is said here should be worth a line, on a busy machine, too
+SILENCE_LIMIT_S = 2.0  # more than routers allow: what is said here should be worth a line, on a busy machine, too
 
 
 class News:

@@ -2,7 +2,7 @@
 
 from pdserve.errors import Unavailable
 
-FIRST_WAIT_S = 0.5
+FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 30.0
 STEADY_S = 60.0  # whatever lived so long is not in a crash loop
 START_ATTEMPTS = 3

@@ -15,7 +15,7 @@ _CALL_LIMIT_S = 5.0
 
 async def router_ready(address: str, expected: set[str]) -> None:
     """Return when the router at `address` serves, sees all expected workers, and they have all their links."""
-    async with rpc.channel(address) as channel:
+    async with rpc.client_channel(address) as channel:
         await _until_serving(channel)
         await _until_complete(cluster_pb2_grpc.ClusterServiceStub(channel), expected)
 

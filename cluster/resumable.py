@@ -46,7 +46,7 @@ async def generate(
     """
     kept, patience = _Kept(request), _Patience(limits)
     while True:
-        async with rpc.channel(address) as channel, patience.trying(channel):  # new: with no back-off of its own
+        async with rpc.client_channel(address) as channel, patience.trying(channel):  # new: with no back-off of its own
             stub = GenerationServiceStub(channel)
             async for response in stub.Generate(kept.request(), timeout=patience.left_s()):
                 patience.goes_on()

@@ -39,7 +39,7 @@ async def serve_router(config: NodeConfig) -> None:
 
     directory = Directory(RegistryMembership(config.redis_url, config.namespace), cluster.stuck_after_s, changed)
     pipeline = Pipeline(Dispatcher(directory, room, cluster.chunk_tokens))
-    server = rpc.server()
+    server = rpc.public_server()
     generation = GenerationServicer(Models(cluster.name, text, directory), pipeline)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
     cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterServicer(Status(directory, room, pipeline)), server)

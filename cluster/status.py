@@ -64,7 +64,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 @asynccontextmanager
 async def cluster_service(address: str) -> "AsyncIterator[cluster_pb2_grpc.ClusterServiceAsyncStub]":
     """A router's ClusterService; what its calls fail with becomes a typed error."""
-    async with rpc.channel(address) as channel:
+    async with rpc.client_channel(address) as channel:
         try:
             yield cluster_pb2_grpc.ClusterServiceStub(channel)
         except grpc.aio.AioRpcError as error:

@@ -30,10 +30,6 @@ _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # a cut or stopped peer is noticed on idle connections too, from both ends
-    ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),
 )
 _SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
@@ -52,14 +48,37 @@ _CHANNEL_OPTIONS = (
 )
 
 
+def _keepalive(idle_s: float, answer_s: float) -> tuple[tuple[str, int], ...]:
+    """A cut or stopped peer is noticed on idle connections too: after `idle_s` it is asked, and must answer in time."""
+    return (
+        ("grpc.keepalive_time_ms", round(idle_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(answer_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(answer_s * 1000)),
+    )
+
+
+_INSIDE = _keepalive(2, 2)  # between our own processes: a spare is near
+_OUTSIDE = _keepalive(5, 10)  # to clients: their machines and networks have a right to stand still for a moment
+
+
 def server() -> grpc.aio.Server:
-    """A server with the options that proxies need and no port yet."""
-    return grpc.aio.server(options=_SERVER_OPTIONS, interceptors=(_Parsing(),))
+    """A server for our own processes, with no port yet."""
+    return grpc.aio.server(options=(*_SERVER_OPTIONS, *_INSIDE), interceptors=(_Parsing(),))
+
+
+def public_server() -> grpc.aio.Server:
+    """A server for clients, with the options that proxies need and no port yet."""
+    return grpc.aio.server(options=(*_SERVER_OPTIONS, *_OUTSIDE), interceptors=(_Parsing(),))
 
 
 def channel(address: str) -> grpc.aio.Channel:
-    """A channel of its own to `host:port`: closing it ends every call on it."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    """A channel of its own to one of our processes at `host:port`: closing it ends every call on it."""
+    return grpc.aio.insecure_channel(address, options=(*_CHANNEL_OPTIONS, *_INSIDE))
+
+
+def client_channel(address: str) -> grpc.aio.Channel:
+    """The same, of a client to a router."""
+    return grpc.aio.insecure_channel(address, options=(*_CHANNEL_OPTIONS, *_OUTSIDE))
 
 
 def listen(grpc_server: grpc.aio.Server, host: str, port: int) -> int:

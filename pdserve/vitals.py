@@ -1,4 +1,4 @@
-"""The heartbeat of a worker: what it says of itself every 250 ms, and the part of WorkerService that says it.
+"""The heartbeat of a worker: what it says of itself every 200 ms, and the part of WorkerService that says it.
 
 The engine's thread bumps `progress` per layer; the asyncio side sends the beat. A router that hears no beat for a
 second, or sees a frozen counter in a long step, declares the worker dead.
@@ -14,8 +14,8 @@ from pdserve.internal.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.request import Incarnation
 from pdserve.v1 import cluster_pb2
 
-BEAT_INTERVAL_S = 0.25
-SILENCE_LIMIT_S = 1.0
+BEAT_INTERVAL_S = 0.2
+SILENCE_LIMIT_S = 0.85  # counted from the last beat: with the time to notice it, dead within a second
 
 
 @dataclass(frozen=True)
