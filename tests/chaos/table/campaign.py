@@ -2,9 +2,10 @@
 
 One cluster stands through all faults that it survives whole. The others get one each: Ray's GCS gone (`up` then
 leaves), and draining workers (they leave for good), but for those that are killed while they drain: they come back.
+A router that has not lived for a minute is started again with growing delays, as in a crash loop: on the standing
+cluster it is killed once a minute, on each of the others once.
 """
 
-import asyncio
 import itertools
 import sys
 import tempfile
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from cluster.patience import STEADY_S
 from tests.chaos.table.cells import GCS_GONE, HEALING_DRAINS, ROUTER_KILLED, VICTIMS, Victim
 from tests.chaos.table.eye import watching
-from tests.chaos.table.load import Job, Shape, make_sets
+from tests.chaos.table.load import SLOWER, Job, Shape, make_sets
 from tests.chaos.table.rounds import Aim, Outcome, Stage, play, whole
 from tests.chaos.table.table import Table
 from tests.e2e.harness import running_cluster
@@ -25,7 +27,6 @@ from tests.toy import write_toy_model
 from tests.toy_tokenizer import write_toy_tokenizer
 
 NUM_WORKERS = 4
-STEADY_S = 61.0  # a router that ends sooner is started again with growing delays: it must not be killed so often
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Plan:
     num_sets: int  # of requests: so many that the caches do not hold them all
     slow_bytes_per_s: float
     num_pages: int
+    slot_bytes: int  # so many that a prompt takes several payloads
     minutes: float
 
 
@@ -46,12 +48,12 @@ def toy_plan(folder: Path, minutes: float, num_sets: int = 6) -> Plan:
     write_toy_model(folder / "toy", max_position_embeddings=4096, num_hidden_layers=6)
     write_toy_tokenizer(folder / "toy")
     flags = ("--dtype", "float32")
-    return Plan(str(folder / "toy"), flags, Shape(), num_sets, slow_bytes_per_s=4e5, num_pages=480, minutes=minutes)
+    return Plan(str(folder / "toy"), flags, Shape(), num_sets, 4e5, num_pages=480, slot_bytes=2**17, minutes=minutes)
 
 
 def smollm2_plan(minutes: float) -> Plan:
     """The demo model in its default dtype."""
-    return Plan("smollm2", (), Shape().scaled(0.15), 2, slow_bytes_per_s=8e6, num_pages=480, minutes=minutes)
+    return Plan("smollm2", (), SLOWER, 3, slow_bytes_per_s=3e6, num_pages=200, slot_bytes=2**20, minutes=minutes)
 
 
 class Campaign:
@@ -64,40 +66,39 @@ class Campaign:
         self._numbers = itertools.count()
         self._sets: list[list[Job]] = []
 
-    @property
     def _has_time(self) -> bool:
         return time.monotonic() < self._ends_at
 
     async def run(self) -> None:
         """Everything."""
-        standing = [victim for victim in VICTIMS if victim is not GCS_GONE]
+        standing = [victim for victim in VICTIMS if victim not in (GCS_GONE, ROUTER_KILLED)]
         async with self._stage() as stage:
             self._sets = await make_sets(stage.eye.address, self._plan.shape, self._plan.num_sets)
             say(f"{len(self._sets)} sets of {len(self._sets[0])} requests answered without a fault")
             await self._stand(stage, standing)
         for victim, drains in product(VICTIMS, (False, True)):
-            while self._has_time and (aim := self._aim(victim, drains=drains)):
+            while self._has_time() and (aim := self._aim(victim, drains=drains)):
                 async with self._stage(check_exit=victim is not GCS_GONE) as stage:
+                    if victim is not ROUTER_KILLED and (router_aim := self._aim(ROUTER_KILLED)):
+                        await self._play(stage, router_aim)
                     await self._play(stage, aim)
 
     async def _stand(self, stage: Stage, victims: Sequence[Victim]) -> None:
         """Rounds that leave the cluster whole, one victim after the other so that each can recover."""
         router_since = time.monotonic()
-        while self._has_time and (aims := [aim for victim in victims if (aim := self._aim(victim))]):
+        while self._has_time() and (aims := [aim for victim in victims if (aim := self._aim(victim))]):
             for aim in aims:
-                if not self._has_time:
-                    return
-                if aim.victim is ROUTER_KILLED:
-                    if len(aims) > 1 and time.monotonic() < router_since + STEADY_S:
-                        continue
-                    await asyncio.sleep(router_since + STEADY_S - time.monotonic())
-                    router_since = time.monotonic()
-                await self._play(stage, aim)
+                if self._has_time():
+                    await self._play(stage, aim)
             await self._drain_and_kill(stage)
+            router_aim = self._aim(ROUTER_KILLED)
+            if router_aim and self._has_time() and time.monotonic() > router_since + STEADY_S + 1:
+                await self._play(stage, router_aim)
+                router_since = time.monotonic()
 
     async def _drain_and_kill(self, stage: Stage) -> None:
         for victim in HEALING_DRAINS:
-            if self._has_time and (aim := self._aim(victim, drains=True)):
+            if self._has_time() and (aim := self._aim(victim, drains=True)):
                 await self._play(stage, aim)
 
     def _aim(self, victim: Victim, *, drains: bool = False) -> Aim | None:
@@ -122,7 +123,7 @@ class Campaign:
         with tempfile.TemporaryDirectory(prefix="failure-table-") as name:
             folder = Path(name)
             config = folder / "cluster.yaml"
-            config.write_text(f"chunk_tokens: 384\nslot_bytes: 131072\nnum_pages: {plan.num_pages}\n")
+            config.write_text(f"chunk_tokens: 384\nslot_bytes: {plan.slot_bytes}\nnum_pages: {plan.num_pages}\n")
             flags = ("--config", str(config), "--prefill", "2", "--decode", "2", "--chaos", "--verify-kv", *plan.flags)
             with running_cluster(folder, "--model", plan.model, *flags, check_exit=check_exit) as cluster:
                 async with watching(cluster.address) as eye:

@@ -37,6 +37,7 @@ class Fault(Protocol):
     """One fault, ready to happen."""
 
     worker: str  # that it befalls; "": none
+    is_silencing: bool  # the worker cannot be told anything until the end
 
     async def strike(self) -> float:
         """Let it happen; the time.monotonic of just before."""
@@ -59,6 +60,7 @@ class Signalled:
     number: signal.Signals
     worker: str = ""
     incarnation: str = ""
+    is_silencing: bool = True
 
     async def strike(self) -> float:
         at = time.monotonic()
@@ -84,6 +86,7 @@ class Cut:
 
     eye: Eye
     worker: str
+    is_silencing: bool = False
 
     async def strike(self) -> float:
         at = time.monotonic()

@@ -44,9 +44,8 @@ class Shape:
     reader_tokens: int = 24
     vocabulary: tuple[int, int] = (3, 500)  # token ids that prompts are drawn from
 
-    def scaled(self, scale: float) -> "Shape":
-        """Shorter answers, for a slower model."""
-        return Shape(self.num_talkers, self.num_readers, round(self.talker_tokens * scale), vocabulary=(100, 40_000))
+
+SLOWER = Shape(5, 8, 80, reader_prompt=(90, 150), long_prompt=600, reader_tokens=12, vocabulary=(100, 40_000))
 
 
 @dataclass(frozen=True)

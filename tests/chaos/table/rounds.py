@@ -28,9 +28,10 @@ START_LIMIT_S = 60.0  # until all talkers decode
 AIM_LIMIT_S = 2.0
 WHOLE_LIMIT_S = 120.0
 CLEAN_LIMIT_S = 5.0
-SLOW_FOR_S = 4.0
+SLOW_FOR_S = 8.0
+FULL_SPEED = (1e12, 0.01)  # bytes per second, for so long
 DRAIN_LIMIT_S = 60.0
-DRAIN_LOAD = 6  # requests on a worker that is to drain
+DRAIN_LOAD = 5  # requests on a worker that is to drain
 AUDITS, AUDIT_INTERVAL_S = 3, 0.4
 
 
@@ -108,12 +109,14 @@ async def _strike(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sent]) -
     fault, look = await _best_moment(stage, aim, made, sent)
     at = await fault.strike()
     try:
-        slowing = asyncio.create_task(_slow(stage, 1e12, 0.01, but={fault.worker}))
+        but = {fault.worker} if fault.is_silencing else set[str]()
+        slowing = asyncio.create_task(_slow(stage, *FULL_SPEED, but=but))
         detection_s = await fault.noticed(stage.eye, at, look)
         await asyncio.sleep(at + STOP_S - time.monotonic())
         await slowing
     finally:
         await fault.end()
+    await _slow(stage, *FULL_SPEED)
     return Strike(aim.victim, fault.worker, draining, look, at), detection_s
 
 
