@@ -49,16 +49,16 @@ class Chaos:
         if not self._enabled:
             raise InvalidRequest("chaos", "refused: the cluster was not started with --chaos")
         match chaos.WhichOneof("harm"):
-            case "kill":
+            case "kill" if chaos.kill:
                 asyncio.get_running_loop().call_later(ANSWER_S, os.kill, os.getpid(), signal.SIGKILL)
             case "stop_s":
                 await _pause(_checked("stop_s", chaos.stop_s))
-            case "cut":
+            case "cut" if chaos.cut:
                 self._links.cut()
             case "slow":
                 self._slow(chaos.slow)
             case _:
-                raise InvalidRequest("chaos", "is not set; send kill, stop_s, cut or slow")
+                raise InvalidRequest("chaos", "is not set; send kill, stop_s, cut or slow; kill and cut are true")
 
     def _slow(self, slow: pb.Slow) -> None:
         if self._paced is None:

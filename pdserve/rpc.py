@@ -135,17 +135,25 @@ class _Parsing(grpc.aio.ServerInterceptor):
 
 def status_of(error: PdserveError) -> status_pb2.Status:
     """The error as google.rpc.Status: code, message and details."""
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=str(error))
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=_shortened(str(error)))
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
     status.details.append(_packed(info))
     if isinstance(error, InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=_shortened(error.problem)
+        )
         status.details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
     if isinstance(error, QueueFull):
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     return status
+
+
+def _shortened(text: str) -> str:
+    """Without its middle, where a client's own value made it long: beyond 8 KiB of headers the whole error is lost."""
+    limit = 1000 if text.isascii() else 300  # characters; in headers one takes up to twelve bytes, and comes twice
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 def _packed(

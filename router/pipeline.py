@@ -52,7 +52,7 @@ class Pipeline:
             self._legs(wish, arrival, record) as legs,
             legs.prefill.client.prefill(wish.work, legs.ticket) as call,
         ):
-            first = await self._first(call, legs, record)
+            first = await self._first(call, legs, wish.work, record)
             yield first
             if first.finish:
                 return
@@ -79,14 +79,15 @@ class Pipeline:
             finally:
                 self.num_running -= 1
 
-    async def _first(self, call: PrefillCall, legs: Legs, record: RequestRecord) -> Token:
+    async def _first(self, call: PrefillCall, legs: Legs, work: WorkRequest, record: RequestRecord) -> Token:
         """The first token of the attempt; decode may go on from it at once."""
         sampled = await call.sampled()
         self._dispatcher.computed(legs)
         if legs.decode is not None and legs.ticket is not None and not sampled.token.finish:
             legs.decode.client.adopt(legs.ticket, sampled.token)
         record.computed_tokens += sampled.computed_tokens
-        record.cached_tokens += sampled.cached_tokens if not record.resumes else 0
+        if record.first_token is None:  # of the prompt alone: who resumes finds the tokens so far cached as well
+            record.cached_tokens = min(sampled.cached_tokens, work.prompt_length)
         return sampled.token
 
     def _note_kv(self, call: PrefillCall, held: HeldTicket, work: WorkRequest, record: RequestRecord) -> None:

@@ -24,6 +24,27 @@ async def answer(channel: grpc.aio.Channel, method: str, raw: bytes) -> Any:
     return await channel.unary_stream(HEALTH + method, bytes, bytes)(raw).read()
 
 
+@pytest.mark.parametrize("value", ["x" * 100_000, "\x00" * 5000, "\U0001f600" * 5000])
+async def test_an_error_with_a_long_value_in_it_arrives(value: str) -> None:
+    server = rpc.server()
+
+    async def refuse(_: bytes, context: Any) -> bytes:
+        await rpc.abort(context, InvalidRequest("field", f"{value!r} is unknown; must be short"))
+
+    handler = grpc.unary_unary_rpc_method_handler(refuse, bytes, bytes)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Refuse": handler}),))
+    port = rpc.listen(server, "127.0.0.1", 0)
+    await server.start()
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/test.Service/Refuse", bytes, bytes)(b"")
+    await server.stop(0)
+    error = rpc.error_of(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "field"
+    assert error.problem.endswith("is unknown; must be short")
+
+
 @pytest.mark.parametrize("method", ["Check", "Watch"])
 @pytest.mark.parametrize("raw", [JUNK, NOT_UTF8])
 async def test_bytes_that_are_no_message_are_invalid_and_not_logged(
