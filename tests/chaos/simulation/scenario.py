@@ -1,6 +1,7 @@
 """From a seed: sizes, requests, faults. The same seed gives the same scenario on every machine."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from pdserve.request import Sampling, WorkRequest
@@ -25,13 +26,18 @@ class Scenario:
     jobs: tuple[Job, ...]
     faults: tuple[Fault, ...]
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether a request may be given up: more happens to it than it must outlive."""
+        return len(self.faults) > MAX_FAULTS
+
 
 def scenario(seed: int) -> Scenario:
     """Draw everything."""
     random = Random(seed)
-    shape = _shape(random)
+    shape = _tight(random, _shape(random)) if random.random() < 0.25 else _shape(random)
     jobs = tuple(_Mix(random, shape).jobs(random.randint(2, 8)))
-    return Scenario(seed, shape, jobs, tuple(_faults(random, shape)))
+    return Scenario(seed, shape, jobs, tuple(_faults(random, shape, jobs)))
 
 
 def _shape(random: Random) -> Shape:
@@ -58,19 +64,26 @@ def _shape(random: Random) -> Shape:
     )
 
 
+def _tight(random: Random, shape: Shape) -> Shape:
+    """Too few pages for what runs: somebody has to give way."""
+    pages, block_tokens = random.randint(8, 12), random.choice((1, 2))
+    return replace(shape, decodes=1, decode_pages=pages, prefill_pages=16, block_tokens=block_tokens, max_batch=8)
+
+
 def _weather(random: Random) -> Weather:
     longest = random.choice((0.001, 0.004, 0.03))
     return Weather((0.0002, longest), (0.0, random.choice((0.01, 0.3))), random.randint(1, 6))
 
 
-def _faults(random: Random, shape: Shape) -> list[Fault]:
-    count = random.choice((0, 1, 1, 2, 2, 3, MAX_FAULTS))
+def _faults(random: Random, shape: Shape, jobs: Sequence[Job]) -> list[Fault]:
+    """Most of them while some request is under way."""
+    count = random.choice((0, 1, 1, 2, 2, 2, 3, 3, MAX_FAULTS, random.randint(6, 12)))
     names = (
         [f"{role}-{number}" for number in range(num)]
         for role, num in (("prefill", shape.prefills), ("decode", shape.decodes), ("router", shape.routers))
     )
     maker = FaultMaker(random, *names)
-    times = sorted(FIRST_S + random.uniform(0.0, 0.9) for _ in range(count))
+    times = sorted(random.choice(jobs).at_s + random.uniform(0.0, 0.4) for _ in range(count))
     return [maker.make(at_s, verify_kv=shape.verify_kv) for at_s in times]
 
 
@@ -96,7 +109,9 @@ class _Mix:
         random = self._random
         prompt = self._prompt()[: self._most - 1]
         room = self._most - len(prompt)
-        max_tokens = min(room, random.choice((1, 2, 3, random.randint(4, 12), random.randint(8, 40))))
+        max_tokens = min(
+            room, random.choice((1, 2, 3, random.randint(4, 12), random.randint(8, 24), random.randint(16, 48)))
+        )
         sampling = Sampling(0.0) if random.random() < 0.4 else self._sampling()
         stops = frozenset(random.sample(range(VOCAB_SIZE), random.choice((0, 0, 1, 2))))
         min_tokens = random.choice((0, 0, min(3, max_tokens)))
