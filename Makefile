@@ -28,6 +28,12 @@ test: $(VENV)/.dev  ## Run all tests; ARGS="tests/unit -m 'not slow'" for fewer
 chaos: $(VENV)/.dev  ## Print the failure table, in under 25 minutes; ARGS="--hits 2 --cells 'decoding/*'" for less
 	$(BIN)/python -m tests.chaos.table $(ARGS)
 
+simulate: $(VENV)/.dev  ## Run 10,000 seeded faults in virtual time; ARGS="--trace SEED" for one of them
+	$(BIN)/python -m tests.chaos.simulation.run $(or $(ARGS),--seeds 0:10000)
+
+soak: $(VENV)/.dev  ## Five minutes of requests that mostly go away, audited
+	$(BIN)/python -m benchmarks.soak $(ARGS)
+
 check: $(VENV)/.dev  ## Formatting, lint, types, layers, wire contract
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -75,4 +81,4 @@ $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --no-compile -e '.[cluster,dev]'
 	@touch $@
 
-.PHONY: demo bench bench-handover test chaos check format proto proto-image clean help
+.PHONY: demo bench bench-handover test chaos simulate soak check format proto proto-image clean help

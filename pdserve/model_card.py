@@ -58,6 +58,8 @@ def difference(ours: ModelCard, theirs: ModelCard) -> str:
 
     `exact` does not count: it says how a worker computes, not what its pages mean.
     """
+    if ours == theirs:
+        return ""
     mine, other = asdict(ours), asdict(theirs)
     names = [field.name for field in fields(ModelCard) if field.name != "exact"]
     return "; ".join(f"{name}: {mine[name]} here, {other[name]} there" for name in names if mine[name] != other[name])
