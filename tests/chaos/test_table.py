@@ -1,4 +1,4 @@
-"""The failure table: what it counts as a hit and as a fault, and two of its columns on a real cluster."""
+"""The failure table: what it counts as a hit and as a fault, and two of its cells on a real cluster."""
 
 from pathlib import Path
 
@@ -108,11 +108,12 @@ def test_a_stop_string_comes_for_the_first_time_near_the_end() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_two_columns_on_a_real_cluster(tmp_path: Path) -> None:
-    """A few hits each: `make chaos` does the whole table."""
-    cells = [Cell(state, victim) for state in ("prefilling", "decoding") for victim in (DECODE_KILLED, LINK_CUT)]
+async def test_two_cells_on_a_real_cluster(tmp_path: Path) -> None:
+    """The two that are hit at once, whatever the machine does beside: `make chaos` plays the whole table."""
+    cells = [Cell("decoding", DECODE_KILLED), Cell("queued", LINK_CUT)]
     table = Table(cells, wanted=1)
-    await Campaign(toy_plan(tmp_path, minutes=0.7, num_sets=2), table).run()
+    await Campaign(toy_plan(tmp_path, minutes=3, num_sets=2), table).run()
     print("\n" + table.markdown())
     assert table.is_clean, table.plain()
-    assert table.lines[Cell("decoding", DECODE_KILLED)].num_resumed > 0
+    assert table.needy(cells) == []
+    assert not any(line.is_void for line in table.lines.values())

@@ -147,7 +147,7 @@ def _places(ledgers: Sequence[pb.WorkerLedger]) -> dict[str, Place]:
 async def watching(address: str) -> AsyncIterator[Eye]:
     """An eye on the cluster of this router."""
     async with AsyncExitStack() as stack:
-        channel = await stack.enter_async_context(rpc.channel(address))
+        channel = await stack.enter_async_context(rpc.client_channel(address))
         eye = Eye(address, cluster_pb2_grpc.ClusterServiceStub(channel))
         stack.push_async_callback(eye.close)
         await eye.meet()

@@ -129,5 +129,5 @@ async def _responses(
         async with aclosing(resumable.generate(address, request, resumable.Limits(TIMEOUT_S, TIMEOUT_S))) as responses:
             yield responses
     else:
-        async with rpc.channel(address) as channel:
+        async with rpc.client_channel(address) as channel:
             yield GenerationServiceStub(channel).Generate(request, timeout=TIMEOUT_S)
