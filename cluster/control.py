@@ -21,9 +21,10 @@ def drain(flags: DrainFlags) -> None:
 
 async def _drain(flags: DrainFlags) -> None:
     async with cluster_service(flags.address) as service:
-        worker = _named(flags.worker, await _status(service), flags.force)
+        worker = _named(flags.worker, await _status(service))
         began = time.monotonic()
-        await service.DrainWorker(pb.DrainWorkerRequest(worker=worker.id, limit_s=flags.limit_s), timeout=CALL_LIMIT_S)
+        request = pb.DrainWorkerRequest(worker=worker.id, limit_s=flags.limit_s, force=flags.force)
+        await service.DrainWorker(request, timeout=CALL_LIMIT_S)
         _say(f"{worker.id} takes no new work; {worker.load.requests} requests have {flags.limit_s:g} s to finish")
         try:
             async with asyncio.timeout(flags.limit_s + LEAVE_LIMIT_S):
@@ -40,15 +41,11 @@ async def _status(service: "cluster_pb2_grpc.ClusterServiceAsyncStub") -> dict[s
     return {worker.id: worker for worker in status.workers}
 
 
-def _named(name: str, workers: dict[str, pb.WorkerStatus], force: bool) -> pb.WorkerStatus:
-    """The worker of this name. Raises InvalidRequest; the last one of its role takes force."""
+def _named(name: str, workers: dict[str, pb.WorkerStatus]) -> pb.WorkerStatus:
+    """The worker of this name, with what it does now. Raises InvalidRequest."""
     if name not in workers:
         raise InvalidRequest("worker", f"{name!r} is not there; there are: {', '.join(workers) or 'none'}")
-    worker = workers[name]
-    others = [each for each in workers.values() if each.role == worker.role and not each.draining and each.id != name]
-    if not others and not force:
-        raise InvalidRequest("worker", f"{name} is the last {worker.role} worker; --force drains it all the same")
-    return worker
+    return workers[name]
 
 
 async def _gone(service: "cluster_pb2_grpc.ClusterServiceAsyncStub", worker: pb.WorkerStatus) -> None:

@@ -52,6 +52,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     def __init__(self, view: View, connect: Callable[[str], grpc.aio.Channel] = rpc.channel) -> None:
         self._view = view
         self._connect = connect
+        self._leaving: set[str] = set()  # incarnations that were told to: a second drain must not wait for their beats
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: call.Context) -> pb.GetStatusResponse:  # noqa: ARG002
         """The cluster as this router sees it."""
@@ -59,11 +60,22 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             return self._view.status()
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: call.Context) -> pb.DrainWorkerResponse:
-        """Let a worker leave; the last of its role, too, if that is what is asked for."""
+        """Let a worker leave; the last of its role only by force."""
         async with call.reporting(context, "DrainWorker"), self._worker(request.worker) as worker:
+            if not request.force:
+                self._check_spare(request.worker)
             limit_s = request.limit_s if request.HasField("limit_s") else DRAIN_LIMIT_S
             await worker.Drain(worker_pb2.DrainRequest(limit_s=limit_s), timeout=WORKER_LIMIT_S)
             return pb.DrainWorkerResponse()
+
+    def _check_spare(self, name: str) -> None:
+        """Raises InvalidRequest unless another worker of the same role stays; if one does, `name` counts as leaving."""
+        members = {str(info.id): info for info in self._view.members()}
+        role, leaving = members[name].role, str(members[name].incarnation)
+        others = [worker for worker in self._view.status().workers if worker.role == role and worker.id != name]
+        if not any(not worker.draining and worker.incarnation not in self._leaving for worker in others):
+            raise InvalidRequest("worker", f"{name} is the last {role} worker; force (--force) drains it all the same")
+        self._leaving = {worker.incarnation for worker in others} & self._leaving | {leaving}
 
     async def InflictChaos(self, request: pb.InflictChaosRequest, context: call.Context) -> pb.InflictChaosResponse:
         """Harm a worker."""

@@ -121,19 +121,23 @@ class DrainWorkerRequest(_message.Message):
 
     WORKER_FIELD_NUMBER: _builtins.int
     LIMIT_S_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """As in WorkerStatus.id."""
     limit_s: _builtins.float
     """Running work gets so long to finish; what is left then goes on elsewhere. Unset: 30."""
+    force: _builtins.bool
+    """Also where no other worker of its role is left. Unset: refused."""
     def __init__(
         self,
         *,
         worker: _builtins.str = ...,
         limit_s: _builtins.float | None = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_s", b"_limit_s", "limit_s", b"limit_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_s", b"_limit_s", "limit_s", b"limit_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_s", b"_limit_s", "force", b"force", "limit_s", b"limit_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_s: _TypeAlias = _typing.Literal["limit_s"]  # noqa: Y015
     _WhichOneofArgType__limit_s: _TypeAlias = _typing.Literal["_limit_s", b"_limit_s"]  # noqa: Y015

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 
@@ -84,20 +83,11 @@ async def test_an_unknown_worker_is_an_error_that_names_the_others(serving: Serv
         await asyncio.to_thread(control.drain, DrainFlags("decode-7", address=serving[1]))
 
 
-async def test_the_last_of_a_role_takes_force(serving: Serving) -> None:
+async def test_force_is_passed_on(serving: Serving) -> None:
     router, address = serving
-    flags = DrainFlags("prefill-0", address=address)
-    with pytest.raises(InvalidRequest, match="the last prefill worker; --force"):
-        await asyncio.to_thread(control.drain, flags)
-    assert router.drained is None
-    await asyncio.to_thread(control.drain, replace(flags, force=True))
-
-
-async def test_one_that_drains_already_does_not_count_as_another(serving: Serving) -> None:
-    router, address = serving
-    router.workers[0].draining = True
-    with pytest.raises(InvalidRequest, match="the last decode worker"):
-        await asyncio.to_thread(control.drain, DrainFlags("decode-1", address=address))
+    await asyncio.to_thread(control.drain, DrainFlags("prefill-0", address=address, force=True))
+    assert router.drained is not None
+    assert router.drained.force
 
 
 async def test_a_worker_that_was_killed_meanwhile_has_not_left(serving: Serving) -> None:

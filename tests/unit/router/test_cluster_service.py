@@ -58,7 +58,8 @@ class View:
     router: str = "router-1"
 
     def status(self) -> pb.GetStatusResponse:
-        return pb.GetStatusResponse(queued_requests=3)
+        workers = [pb.WorkerStatus(id=info.id, role=info.role, incarnation=info.incarnation) for info in self.infos]
+        return pb.GetStatusResponse(workers=workers, queued_requests=3)
 
     def members(self) -> Sequence[WorkerInfo]:
         return self.infos
@@ -110,9 +111,27 @@ async def test_status(cluster: Cluster) -> None:
 
 
 async def test_a_worker_is_told_to_drain(cluster: Cluster) -> None:
+    cluster.add("decode-1", "127.0.0.1:1")
     await cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-0"))
     await cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-0", limit_s=0))
     assert cluster.worker.limits == [cluster_service.DRAIN_LIMIT_S, 0]
+
+
+async def test_the_last_of_a_role_takes_force(cluster: Cluster) -> None:
+    last = pb.DrainWorkerRequest(worker="decode-0", limit_s=1)
+    assert "decode-0 is the last decode worker" in await error_of(cluster.stub.DrainWorker(last))
+    last.force = True
+    await cluster.stub.DrainWorker(last)
+    assert cluster.worker.limits == [1]
+
+
+async def test_who_was_told_to_leave_does_not_stay_though_its_beats_do_not_say_so_yet(cluster: Cluster) -> None:
+    cluster.add("decode-1", cluster.view.infos[0].address)
+    await cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-0"))
+    error = await error_of(cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-1")))
+    assert "decode-1 is the last decode worker" in error
+    await cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-0", limit_s=0))  # once more is no harm
+    assert len(cluster.worker.limits) == 2
 
 
 async def test_a_worker_that_is_not_there_is_named_with_those_that_are(cluster: Cluster) -> None:
