@@ -38,7 +38,8 @@ class Directory:
         self._on_change = on_change
         self._keepers: dict[Incarnation, asyncio.Task[None]] = {}
         self._peers: dict[Incarnation, Peer] = {}
-        self.members: tuple[WorkerInfo, ...] = ()  # the lost ones, too
+        self._members: tuple[WorkerInfo, ...] = ()
+        self._left: set[Incarnation] = set()
         self._served_at = asyncio.get_running_loop().time()
 
     @property
@@ -55,6 +56,11 @@ class Directory:
     def is_serving(self) -> bool:
         """Whether some prefill worker reaches some decode worker."""
         return any(prefill.reaches(decode) for prefill in self.prefills for decode in self.decodes)
+
+    @property
+    def members(self) -> tuple[WorkerInfo, ...]:
+        """All that have not left, lost ones, too."""
+        return tuple(info for info in self._members if info.incarnation not in self._left)
 
     def down_for_s(self) -> float:
         """How long no prefill worker has reached a decode worker; 0 while one does."""
@@ -79,15 +85,16 @@ class Directory:
             await asyncio.gather(*self._keepers.values(), return_exceptions=True)
 
     def _reconcile(self, view: tuple[WorkerInfo, ...]) -> None:
-        self.members = view
+        self._members = view
         members = {info.incarnation: info for info in view}
+        self._left &= members.keys()
         for incarnation in [gone for gone in self._keepers if gone not in members]:
             self._keepers.pop(incarnation).cancel()
         for incarnation in [new for new in members if new not in self._keepers]:
             self._keepers[incarnation] = asyncio.create_task(self._keep(members[incarnation]))
 
     async def _keep(self, info: WorkerInfo) -> None:
-        while True:
+        while info.incarnation not in self._left:
             try:
                 await self._attend(info)
             except WorkerLost as error:
@@ -112,6 +119,8 @@ class Directory:
             raise
         finally:
             if peer is not None:
+                if peer.beat.draining:  # it went for good, even if the registry was away and did not hear of it
+                    self._left.add(info.incarnation)
                 del self._peers[info.incarnation]
                 peer.client.fail(error)
                 self._on_change()

@@ -19,6 +19,7 @@ from router.prefill_client import PrefillClient
 CONNECT_LIMIT_S = 5.0
 LATE_S = 0.3  # by which our own timer is late when our process, not the worker, was stopped
 GRACE_S = 0.05  # a timer may run before the beat that came first
+CATCH_UP_S = 0.3  # for beats that came while our process stood still, and one more
 
 
 @dataclass(eq=False)
@@ -104,7 +105,7 @@ class Heartbeat:
         due = loop.time() + limit_s
         await asyncio.wait({reading}, timeout=limit_s)
         if not reading.done():
-            await asyncio.wait({reading}, timeout=GRACE_S if loop.time() < due + LATE_S else limit_s)
+            await asyncio.wait({reading}, timeout=GRACE_S if loop.time() < due + LATE_S else CATCH_UP_S)
         if not reading.done():
             raise WorkerLost(f"{self._info.id}: no beat for {limit_s:g} s")
         self._reading = None
