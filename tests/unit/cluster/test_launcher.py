@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.patience import LONGEST_WAIT_S, STEADY_S, Patience
+from cluster.patience import FIRST_WAIT_S, LONGEST_WAIT_S, STEADY_S, Patience
 from cluster.process_end import process_end
 from cluster.reaper import MARK
 from cluster.session import environment, open_session
@@ -66,7 +66,7 @@ def test_a_long_temporary_folder_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_hopeless_start_ends_with_the_reason() -> None:
     patience = Patience("decode-0")
-    assert (patience.wait_s(1, "x"), patience.wait_s(1, "x")) == (0.5, 1.0)
+    assert (patience.wait_s(1, "x"), patience.wait_s(1, "x")) == (FIRST_WAIT_S, 2 * FIRST_WAIT_S)
     with pytest.raises(Unavailable, match="decode-0 failed 3 times: no memory"):
         patience.wait_s(1, "no memory")
 
@@ -77,7 +77,7 @@ def test_once_ready_it_is_tried_for_ever_and_ever_more_slowly() -> None:
     waits = [patience.wait_s(1, "x") for _ in range(20)]
     assert waits == sorted(waits)
     assert waits[-1] == LONGEST_WAIT_S
-    assert patience.wait_s(STEADY_S + 1, "x") == 0.5  # a long life is forgiven
+    assert patience.wait_s(STEADY_S + 1, "x") == FIRST_WAIT_S  # a long life is forgiven
 
 
 def test_a_worker_refuses_what_is_not_its_configuration() -> None:
