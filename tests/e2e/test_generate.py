@@ -53,8 +53,10 @@ async def test_answers_equal_one_engine_at_any_load(cluster: Cluster, toy_folder
     for length, answer in zip(lengths, together, strict=True):
         assert answer.finished is not None
         usage = answer.finished.usage
-        assert (usage.prompt_tokens, usage.prefill_tokens_computed) == (length, length)
-        assert (usage.completion_tokens, usage.decode_steps) == (24, 23)
+        assert (usage.prompt_tokens, usage.completion_tokens) == (length, 24)
+        if not usage.resumes:  # a busy machine may have taken a worker for lost
+            assert usage.cached_tokens + usage.prefill_tokens_computed == length
+            assert usage.decode_steps == 23
 
 
 async def test_200_seeds_give_the_same_tokens_at_concurrency_1_and_16(cluster: Cluster, toy_folder: Path) -> None:

@@ -66,7 +66,10 @@ class Decode:
     """Lands everything, but what begins with "scrap"."""
 
     links: DecodeLinks
+    num_slots: int
     check: bool = True  # digests of what lands
+    hold: bool = False  # keep the slots of what lands: what is announced then waits for ever
+    held: list[Any] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def receive(self) -> None:
@@ -86,6 +89,11 @@ class Decode:
             say(event="lost", meta=offer.meta.decode(), error=type(error).__name__, why=str(error))
             return
         assert slot is not None
+        if self.hold:
+            self.held.append(slot)
+            if len(self.held) == self.num_slots:
+                say(event="full")
+            return
         if self.check:
             say(event="landed", meta=offer.meta.decode(), digest=digest(slot.buffer))
         slot.give_back()
@@ -156,13 +164,15 @@ async def run_decode(incarnation: str, config: LinkConfig) -> None:
     link_pb2_grpc.add_LinkServiceServicer_to_server(LinkServicer(links), server)
     port = rpc.listen(server, "127.0.0.1", 0)
     await server.start()
-    decode = Decode(links)
+    decode = Decode(links, config.num_slots)
     receiver = asyncio.create_task(decode.receive())
     say(event="serving", port=port)
     async for command in commands():
         match command:
             case {"do": "check", "on": on}:
                 decode.check = on
+            case {"do": "hold", "on": on}:
+                decode.hold = on
             case {"do": "cut"}:
                 say(event="cut", links=links.cut())
             case {"do": "resources"}:
