@@ -27,7 +27,7 @@ def test_the_commands_of_the_readme(smollm2_folder: Path, tmp_path: Path) -> Non
     assert up[1] == "up"
     drain, audit, chaos = (command for command in others if command[1] in {"drain", "kv", "chaos"})
     others = [command for command in others if command[1] in {"generate", "status"}]
-    assert len(others) == 4
+    assert len(others) == 3
     pdserve, ready = [sys.executable, "-m", "cluster.cli"], tmp_path / "ready.json"
     process = subprocess.Popen([*pdserve, *up[1:], "--ready-file", str(ready)], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
