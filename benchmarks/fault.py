@@ -86,7 +86,7 @@ async def measure(address: str, fault: signal.Signals, num_streams: int) -> str:
         os.kill(victim.pid, fault)
         async with asyncio.timeout(RESUME_LIMIT_S):
             while not all(stream.times[-1] > at for stream in streams if stream.label in hit):
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.1)  # streams have nobody to wake us
         if fault is signal.SIGSTOP:
             os.kill(victim.pid, signal.SIGKILL)  # `up` waits for its processes
         for task in tasks:

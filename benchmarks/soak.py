@@ -108,7 +108,7 @@ async def soak(address: str, minutes: float, num_clients: int) -> Tally:
     with suppress(TimeoutError):
         async with asyncio.timeout(60):
             while held := await holders(address):
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.5)  # ledgers can only be asked
     tally.findings += [f"left over: {each}" for each in held]
     return tally
 

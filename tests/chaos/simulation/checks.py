@@ -92,5 +92,5 @@ async def until_clean(cluster: Cluster, at_rest: Census, limit_s: float) -> list
     loop = asyncio.get_running_loop()
     due = loop.time() + limit_s
     while (found := leftovers(cluster, at_rest)) and loop.time() < due:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # of virtual time, until all is at rest
     return found

@@ -78,7 +78,7 @@ class ServerCall:
             pass  # `abort` has said it
         except asyncio.CancelledError:
             self._responses.close(failure(grpc.StatusCode.CANCELLED, "the server cancelled the call"))
-        except Exception:  # root of the call
+        except Exception:  # root of the call: a finding of the run; the client gets UNKNOWN, as from gRPC
             self._network.problems.append(f"{self.host.name} {self._name}: {traceback.format_exc()}")
             self._responses.close(failure(grpc.StatusCode.UNKNOWN, "the servicer failed"))
         else:
