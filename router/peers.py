@@ -5,6 +5,7 @@ does not move for `stuck_after_s`, or when it is no longer a member. All that ru
 """
 
 import asyncio
+import logging
 from dataclasses import dataclass
 
 import grpc.aio
@@ -16,10 +17,11 @@ from pdserve.vitals import SILENCE_LIMIT_S
 from router.decode_client import DecodeClient
 from router.prefill_client import PrefillClient
 
+_log = logging.getLogger(__name__)
 CONNECT_LIMIT_S = 5.0
 LATE_S = 0.3  # by which our own timer is late when our process, not the worker, was stopped
 GRACE_S = 0.05  # a timer may run before the beat that came first
-CATCH_UP_S = 0.3  # for beats that came while our process stood still, and one more
+CATCH_UP_S = 0.2  # for beats that came while our process stood still, and one more
 
 
 @dataclass(eq=False)
@@ -104,8 +106,11 @@ class Heartbeat:
         loop = asyncio.get_running_loop()
         due = loop.time() + limit_s
         await asyncio.wait({reading}, timeout=limit_s)
+        late_s = loop.time() - due
+        if not reading.done() and late_s >= LATE_S:
+            _log.warning("this router stood still for %.1f s: %s is given time to be heard", late_s, self._info.id)
         if not reading.done():
-            await asyncio.wait({reading}, timeout=GRACE_S if loop.time() < due + LATE_S else CATCH_UP_S)
+            await asyncio.wait({reading}, timeout=GRACE_S if late_s < LATE_S else CATCH_UP_S)
         if not reading.done():
             raise WorkerLost(f"{self._info.id}: no beat for {limit_s:g} s")
         self._reading = None
