@@ -21,6 +21,7 @@ from tests.chaos.table.cells import GCS_GONE, HEALING_DRAINS, ROUTER_KILLED, VIC
 from tests.chaos.table.eye import watching
 from tests.chaos.table.load import SLOWER, Job, Shape, make_sets
 from tests.chaos.table.rounds import Aim, Outcome, Stage, play, whole
+from tests.chaos.table.stillness import noting
 from tests.chaos.table.table import Table
 from tests.e2e.harness import running_cluster
 from tests.toy import write_toy_model
@@ -48,7 +49,7 @@ def toy_plan(folder: Path, minutes: float, num_sets: int = 6) -> Plan:
     write_toy_model(folder / "toy", max_position_embeddings=4096, num_hidden_layers=6)
     write_toy_tokenizer(folder / "toy")
     flags = ("--dtype", "float32")
-    return Plan(str(folder / "toy"), flags, Shape(), num_sets, 4e5, num_pages=480, slot_bytes=2**17, minutes=minutes)
+    return Plan(str(folder / "toy"), flags, Shape(), num_sets, 3e5, num_pages=480, slot_bytes=2**16, minutes=minutes)
 
 
 def smollm2_plan(minutes: float) -> Plan:
@@ -125,10 +126,11 @@ class Campaign:
             config = folder / "cluster.yaml"
             config.write_text(f"chunk_tokens: 384\nslot_bytes: {plan.slot_bytes}\nnum_pages: {plan.num_pages}\n")
             flags = ("--config", str(config), "--prefill", "2", "--decode", "2", "--chaos", "--verify-kv", *plan.flags)
-            with running_cluster(folder, "--model", plan.model, *flags, check_exit=check_exit) as cluster:
+            cluster_flags = ("--model", plan.model, *flags)
+            with noting(folder) as stillness, running_cluster(folder, *cluster_flags, check_exit=check_exit) as cluster:
                 async with watching(cluster.address) as eye:
                     await whole(eye, NUM_WORKERS)
-                    yield Stage(cluster, eye, NUM_WORKERS, plan.slow_bytes_per_s)
+                    yield Stage(cluster, eye, NUM_WORKERS, plan.slow_bytes_per_s, stillness)
 
 
 def told(outcome: Outcome) -> str:
@@ -137,6 +139,7 @@ def told(outcome: Outcome) -> str:
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "nothing"
     bad = [verdict for verdict in outcome.verdicts if not verdict.is_clean]
     noticed = "" if outcome.detection_s is None else f", noticed after {outcome.detection_s:.2f} s"
+    noticed += f" (a CPU stood still for {outcome.still_s:.2f} s)" if outcome.still_s else ""
     pause = max((hit.pause_s or 0.0 for hit in outcome.hits), default=0.0)
     trouble = "".join(f"\n    {each}" for each in (*bad, *outcome.errors, *outcome.findings))
     return (

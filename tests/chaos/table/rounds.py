@@ -22,6 +22,7 @@ from tests.chaos.table.faults import STOP_S, Fault, faults
 from tests.chaos.table.hits import Hit, Sent, Strike, candidates, hits
 from tests.chaos.table.load import Job
 from tests.chaos.table.record import Record, Verdict, follow, judge
+from tests.chaos.table.stillness import Stillness
 from tests.e2e.harness import Cluster
 
 START_LIMIT_S = 60.0  # until all talkers decode
@@ -43,6 +44,7 @@ class Stage:
     eye: Eye
     num_workers: int
     slow_bytes_per_s: float
+    stillness: Stillness
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Outcome:
     resumes: int  # of all requests
     look_age_s: float  # of the ledgers, at the fault
     detection_s: float | None
+    still_s: float  # how long a CPU stood still between the fault and its detection, or soon after the fault
     leaked_pages: int | None  # None: the cluster was gone before it could be asked
     findings: tuple[str, ...]  # of the audit
     errors: tuple[str, ...]
@@ -159,6 +162,7 @@ async def _drain(stage: Stage, made: list[Fault]) -> frozenset[str]:
 
 async def _outcome(stage: Stage, strike: Strike, sent: list[Sent], detection_s: float | None) -> Outcome:
     leaked, findings = await _audit(stage, strike)
+    still_s = stage.stillness.longest_s(strike.at, strike.at + (detection_s or STOP_S))
     return Outcome(
         victim=strike.victim,
         hits=tuple(hits(strike, sent)),
@@ -166,6 +170,7 @@ async def _outcome(stage: Stage, strike: Strike, sent: list[Sent], detection_s: 
         resumes=sum(each.record.resumes for each in sent),
         look_age_s=strike.at - strike.look.began,
         detection_s=detection_s,
+        still_s=still_s,
         leaked_pages=leaked,
         findings=findings,
         errors=tuple(f"{each.record.label}: {each.record.error}" for each in sent if each.record.error),
