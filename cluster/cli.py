@@ -83,7 +83,8 @@ def drain_command(flags: DrainFlags) -> None:
     """Let a worker leave the cluster for good.
 
     It takes no new requests; those that run finish, or go on elsewhere after the limit. Returns once the worker has
-    left. SIGTERM to a worker's process does the same, with a limit of 10 s.
+    left; exits with 1 when it was lost before that, and comes back. SIGTERM to a worker's process drains it too, with
+    a limit of 10 s.
     """
     with _errors():
         from cluster.control import drain

@@ -44,6 +44,7 @@ def to_plain(response: GetStatusResponse) -> dict[str, Any]:
     """The object that --json prints."""
     return {
         "workers": [_worker(each) for each in response.workers],
+        "silent": list(response.silent),
         "queued_requests": response.queued_requests,
         "running_requests": response.running_requests,
     }
@@ -52,6 +53,7 @@ def to_plain(response: GetStatusResponse) -> dict[str, Any]:
 def table(response: GetStatusResponse) -> str:
     """Aligned columns, one line per worker, and a line about the router."""
     lines = aligned([_HEAD, *map(_row, response.workers)])
+    lines += [f"{worker} is silent: it stands still, was lost, or is starting" for worker in response.silent]
     return "\n".join([*lines, f"{response.queued_requests} requests queued, {response.running_requests} running"])
 
 
