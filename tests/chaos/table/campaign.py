@@ -7,6 +7,7 @@ cluster it is killed once a minute, on each of the others once.
 """
 
 import itertools
+import json
 import sys
 import tempfile
 import time
@@ -40,6 +41,7 @@ class Plan:
     num_sets: int  # of requests: so many that the caches do not hold them all
     slow_bytes_per_s: float
     num_pages: int
+    chunk_tokens: int
     slot_bytes: int  # so many that a prompt takes several payloads
     minutes: float
 
@@ -48,13 +50,32 @@ def toy_plan(folder: Path, minutes: float, num_sets: int = 6) -> Plan:
     """A random model of 512 tokens and six layers."""
     write_toy_model(folder / "toy", max_position_embeddings=4096, num_hidden_layers=6)
     write_toy_tokenizer(folder / "toy")
-    flags = ("--dtype", "float32")
-    return Plan(str(folder / "toy"), flags, Shape(), num_sets, 3e5, num_pages=480, slot_bytes=2**16, minutes=minutes)
+    return Plan(
+        model=str(folder / "toy"),
+        flags=("--dtype", "float32"),
+        shape=Shape(),
+        num_sets=num_sets,
+        slow_bytes_per_s=3e5,
+        num_pages=480,
+        chunk_tokens=384,
+        slot_bytes=2**16,
+        minutes=minutes,
+    )
 
 
 def smollm2_plan(minutes: float) -> Plan:
     """The demo model in its default dtype."""
-    return Plan("smollm2", (), SLOWER, 3, slow_bytes_per_s=3e6, num_pages=200, slot_bytes=2**20, minutes=minutes)
+    return Plan(
+        model="smollm2",
+        flags=(),
+        shape=SLOWER,
+        num_sets=3,
+        slow_bytes_per_s=3e6,
+        num_pages=200,
+        chunk_tokens=128,
+        slot_bytes=2**19,
+        minutes=minutes,
+    )
 
 
 class Campaign:
@@ -124,7 +145,8 @@ class Campaign:
         with tempfile.TemporaryDirectory(prefix="failure-table-") as name:
             folder = Path(name)
             config = folder / "cluster.yaml"
-            config.write_text(f"chunk_tokens: 384\nslot_bytes: {plan.slot_bytes}\nnum_pages: {plan.num_pages}\n")
+            numbers = {"chunk_tokens": plan.chunk_tokens, "slot_bytes": plan.slot_bytes, "num_pages": plan.num_pages}
+            config.write_text(json.dumps(numbers))
             flags = ("--config", str(config), "--prefill", "2", "--decode", "2", "--chaos", "--verify-kv", *plan.flags)
             cluster_flags = ("--model", plan.model, *flags)
             with noting(folder) as stillness, running_cluster(folder, *cluster_flags, check_exit=check_exit) as cluster:
