@@ -47,8 +47,10 @@ class Plan:
 
 
 def toy_plan(folder: Path, minutes: float, num_sets: int = 6) -> Plan:
-    """A random model of 512 tokens and six layers."""
-    write_toy_model(folder / "toy", max_position_embeddings=4096, num_hidden_layers=6)
+    """A random model of 512 tokens; a chunk takes it a tenth of a second, so that prefill can be hit."""
+    write_toy_model(
+        folder / "toy", max_position_embeddings=4096, num_hidden_layers=6, hidden_size=320, intermediate_size=800
+    )
     write_toy_tokenizer(folder / "toy")
     return Plan(
         model=str(folder / "toy"),

@@ -131,9 +131,14 @@ async def _best_moment(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sen
         look = await stage.eye.look()
         waited_s = time.monotonic() - began
         fault, worth = max(((each, _worth(look, aim, each, sent)) for each in made), key=lambda each: each[1])
-        if aim.drains or worth >= (2 if waited_s < AIM_LIMIT_S / 2 else 1) or waited_s > AIM_LIMIT_S:
+        if aim.drains or worth >= _wanted(waited_s) or waited_s > AIM_LIMIT_S:
             return fault, look
         await asyncio.sleep(0.002)
+
+
+def _wanted(waited_s: float) -> int:
+    """How many hits are worth it: less and less, as the readers get through."""
+    return next((hits for hits, until_s in ((4, 0.3), (3, 0.6), (2, 1.0)) if waited_s < until_s), 1)
 
 
 def _worth(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> float:
