@@ -2,8 +2,6 @@
 
 One cluster stands through all faults that it survives whole. The others get one each: Ray's GCS gone (`up` then
 leaves), and draining workers (they leave for good), but for those that are killed while they drain: they come back.
-A router that has not lived for a minute is started again with growing delays, as in a crash loop: on the standing
-cluster it is killed once a minute, on each of the others once.
 """
 
 import itertools
@@ -17,8 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from cluster.patience import STEADY_S
-from tests.chaos.table.cells import GCS_GONE, HEALING_DRAINS, ROUTER_KILLED, VICTIMS, Victim
+from tests.chaos.table.cells import GCS_GONE, HEALING_DRAINS, VICTIMS, Victim
 from tests.chaos.table.eye import watching
 from tests.chaos.table.load import SLOWER, Job, Shape, make_sets
 from tests.chaos.table.rounds import Aim, Outcome, Stage, play, whole
@@ -95,7 +92,7 @@ class Campaign:
 
     async def run(self) -> None:
         """Everything."""
-        standing = [victim for victim in VICTIMS if victim not in (GCS_GONE, ROUTER_KILLED)]
+        standing = [victim for victim in VICTIMS if victim is not GCS_GONE]
         async with self._stage() as stage:
             self._sets = await make_sets(stage.eye.address, self._plan.shape, self._plan.num_sets)
             say(f"{len(self._sets)} sets of {len(self._sets[0])} requests answered without a fault")
@@ -103,27 +100,17 @@ class Campaign:
         for victim, drains in product(VICTIMS, (False, True)):
             while self._has_time() and (aim := self._aim(victim, drains=drains)):
                 async with self._stage(check_exit=victim is not GCS_GONE) as stage:
-                    if victim is not ROUTER_KILLED and (router_aim := self._aim(ROUTER_KILLED)):
-                        await self._play(stage, router_aim)
                     await self._play(stage, aim)
 
     async def _stand(self, stage: Stage, victims: Sequence[Victim]) -> None:
         """Rounds that leave the cluster whole, one victim after the other so that each can recover."""
-        router_since = time.monotonic()
         while self._has_time() and (aims := [aim for victim in victims if (aim := self._aim(victim))]):
             for aim in aims:
                 if self._has_time():
                     await self._play(stage, aim)
-            await self._drain_and_kill(stage)
-            router_aim = self._aim(ROUTER_KILLED)
-            if router_aim and self._has_time() and time.monotonic() > router_since + STEADY_S + 1:
-                await self._play(stage, router_aim)
-                router_since = time.monotonic()
-
-    async def _drain_and_kill(self, stage: Stage) -> None:
-        for victim in HEALING_DRAINS:
-            if self._has_time() and (aim := self._aim(victim, drains=True)):
-                await self._play(stage, aim)
+            for victim in HEALING_DRAINS:
+                if self._has_time() and (aim := self._aim(victim, drains=True)):
+                    await self._play(stage, aim)
 
     def _aim(self, victim: Victim, *, drains: bool = False) -> Aim | None:
         """What the next fault of this kind is for; None when there are hits enough."""
