@@ -112,9 +112,11 @@ def _workers(workers: Sequence[Live]) -> list[str]:
 
 
 def _worker_row(each: Live) -> tuple[str, ...]:
-    rates = f"{each.tokens_per_s:,.1f}", f"{each.pass_tokens:.1f}", _ms(each.pass_ms), _ms(each.floor_ms)
-    shares = map(percent, (each.floor_ms / each.pass_ms, each.mfu, each.mbu))
-    return (each.worker, each.role, percent(each.busy), *rates, *shares)
+    passes = ("-", "-", "-")
+    if each.pass_tokens is not None and each.pass_ms is not None:
+        passes = (f"{each.pass_tokens:.1f}", _ms(each.pass_ms), _ms(each.pass_ms * each.of_floor))
+    shares = map(percent, (each.of_floor, each.mfu, each.mbu))
+    return (each.worker, each.role, percent(each.busy), f"{each.tokens_per_s:,.1f}", *passes, *shares)
 
 
 def _rate(rate: Rate) -> str:

@@ -15,19 +15,19 @@ class Live:
     span_s: float  # over which it was watched
     busy: float  # share of the span
     tokens_per_s: float
-    pass_tokens: float  # rows of the average pass
-    pass_ms: float
-    floor_ms: float  # the least that the average pass can take
+    pass_tokens: float | None  # rows of the average pass; None where a pass takes longer than the span
+    pass_ms: float | None
+    of_floor: float  # the least time that the work can take / the time that it took
     mfu: float  # FLOPs of the model per second / limit
     mbu: float  # bytes of weights and KV per second / limit
 
 
 def live(worker: pb.WorkerStatus, limits: Limits | None = None) -> Live | None:
-    """Against its own limits, or those given; None while it has computed nothing, or has no limits."""
+    """Against its own limits, or those given; None while it computes nothing, or has no limits."""
     recent = worker.recent
     if limits is None and worker.HasField("limits"):
         limits = Limits(worker.limits.read_bytes_per_s, worker.limits.flops_per_s)
-    if limits is None or not recent.passes or not recent.busy_s or not recent.clock_s:
+    if limits is None or not recent.flops or not recent.busy_s or not recent.clock_s:
         return None
     work = Work(flops=recent.flops, read_bytes=recent.read_bytes)
     return Live(
@@ -36,9 +36,9 @@ def live(worker: pb.WorkerStatus, limits: Limits | None = None) -> Live | None:
         span_s=recent.clock_s,
         busy=min(recent.busy_s / recent.clock_s, 1.0),
         tokens_per_s=recent.tokens / recent.clock_s,
-        pass_tokens=recent.tokens / recent.passes,
-        pass_ms=1000 * recent.busy_s / recent.passes,
-        floor_ms=1000 * limits.floor_s(work) / recent.passes,
+        pass_tokens=recent.tokens / recent.passes if recent.passes else None,
+        pass_ms=1000 * recent.busy_s / recent.passes if recent.passes else None,
+        of_floor=limits.floor_s(work) / recent.busy_s,
         mfu=limits.compute_s(work) / recent.busy_s,
         mbu=limits.read_s(work) / recent.busy_s,
     )

@@ -113,7 +113,7 @@ def test_only_what_is_not_given_is_looked_for() -> None:
 
 
 class Router(generation_pb2_grpc.GenerationServiceServicer, cluster_pb2_grpc.ClusterServiceServicer):
-    """A toy model on one prefill worker that works and two decode workers that do not."""
+    """A toy model on one prefill worker and two decode workers, of which the second does nothing."""
 
     limits = cpb.Limits(read_bytes_per_s=10e9, flops_per_s=100e9)
     model = pb.Model(name="mine", vocab_size=512, context_window=512, dtype="float32")
@@ -124,10 +124,10 @@ class Router(generation_pb2_grpc.GenerationServiceServicer, cluster_pb2_grpc.Clu
     async def GetStatus(self, request, context):  # type: ignore[no-untyped-def]
         recent = cpb.Work(clock_s=5, busy_s=2, passes=10, tokens=1000, flops=50e9, read_bytes=1e9)
         prefill = cpb.WorkerStatus(id="prefill-0", role="prefill", recent=recent, limits=self.limits)
-        sizes = ((0, 40), (1, 60))
+        long = cpb.Work(clock_s=5, busy_s=5, flops=10e9, read_bytes=5e9)  # in the middle of its first pass
         decodes = [
-            cpb.WorkerStatus(id=f"decode-{n}", role="decode", limits=self.limits, pages=cpb.Pages(total=total))
-            for n, total in sizes
+            cpb.WorkerStatus(id="decode-0", role="decode", limits=self.limits, pages=cpb.Pages(total=40), recent=long),
+            cpb.WorkerStatus(id="decode-1", role="decode", limits=self.limits, pages=cpb.Pages(total=60)),
         ]
         return cpb.GetStatusResponse(workers=[*decodes, prefill])
 
@@ -149,11 +149,13 @@ async def test_running_workers_stand_beside_their_floors(toy: str, router: str) 
     assert found.machine.limits.flops_per_s == 100e9
     assert found.machine.rates[0].source == "the best of 3 workers, when they started"
     assert found.workers is not None
-    assert [(each.worker, each.mfu, each.pass_ms) for each in found.workers] == [("prefill-0", 0.25, 200)]
-    row = report(found).splitlines()[-1].split("  ")
-    assert [cell.strip() for cell in row if cell] == [
-        "prefill-0", "prefill", "40 %", "200.0", "100.0", "200.0", "50.0", "25 %", "25 %", "5 %",
-    ]  # fmt: skip
+    seen = [(each.worker, each.mfu, each.pass_ms) for each in found.workers]
+    assert seen == [("decode-0", 0.02, None), ("prefill-0", 0.25, 200)]
+    rows = [[cell.strip() for cell in line.split("  ") if cell] for line in report(found).splitlines()[-2:]]
+    assert rows == [
+        ["decode-0", "decode", "100 %", "0.0", "-", "-", "-", "10 %", "2 %", "10 %"],
+        ["prefill-0", "prefill", "40 %", "200.0", "100.0", "200.0", "50.0", "25 %", "25 %", "5 %"],
+    ]
 
 
 async def test_workers_without_limits_are_measured_against_this_machine(
@@ -165,7 +167,7 @@ async def test_workers_without_limits_are_measured_against_this_machine(
     found = await asyncio.to_thread(examine, DoctorFlags(model=toy, address=router))
     assert found.machine.rates == tuple(rates)
     assert found.workers is not None
-    assert found.workers[0].mfu == 0.5
+    assert found.workers[1].mfu == 0.5
 
 
 async def test_another_model_than_the_one_that_runs_is_refused(

@@ -27,7 +27,13 @@ def test_shares_are_those_of_the_busy_time() -> None:
     assert (found.worker, found.role, found.span_s, found.busy) == ("decode-0", "decode", 5, 0.8)
     assert (found.tokens_per_s, found.pass_tokens, found.pass_ms) == (160, 8, 40)
     assert [found.mfu, found.mbu] == pytest.approx([0.25, 0.75])
-    assert found.floor_ms == pytest.approx(30)
+    assert found.of_floor == pytest.approx(0.75)
+
+
+def test_a_pass_that_outlasts_the_span_still_counts() -> None:
+    found = live(worker(pb.Work(clock_s=5, busy_s=5, flops=250e9, read_bytes=1e9)))
+    assert found is not None
+    assert (found.busy, found.mfu, found.pass_ms, found.pass_tokens) == (1, 0.5, None, None)
 
 
 def test_given_limits_win() -> None:
