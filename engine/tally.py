@@ -5,7 +5,7 @@ from pdserve.speed import Work
 
 
 class Tally:
-    """Two additions per layer, none per token."""
+    """Two additions per layer."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
