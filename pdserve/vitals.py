@@ -5,13 +5,14 @@ quarters of a second, or sees a frozen counter in a long step, declares the work
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import grpc.aio
 
 from pdserve.internal.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.request import Incarnation
+from pdserve.speed import Limits, Work
 from pdserve.v1 import cluster_pb2
 
 BEAT_INTERVAL_S = 0.15
@@ -33,6 +34,8 @@ class Vitals:
     pages_promised: int
     linked: tuple[Incarnation, ...] = ()  # decode workers that a prefill worker reaches
     draining: bool = False  # takes no new work and is about to leave
+    work: Work = field(default_factory=Work)  # since it started
+    limits: Limits | None = None  # of its machine, where they were measured
 
 
 class VitalsSource(Protocol):
@@ -80,4 +83,6 @@ def beat_to_wire(incarnation: Incarnation, vitals: Vitals) -> worker_pb2.WatchRe
         ),
         linked=vitals.linked,
         draining=vitals.draining,
+        work=cluster_pb2.Work(**asdict(vitals.work)),
+        limits=cluster_pb2.Limits(**asdict(vitals.limits)) if vitals.limits else None,
     )

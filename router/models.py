@@ -96,4 +96,7 @@ class Status:
             pages=beat.pages,
             linked=sorted(linked),
             draining=beat.draining,
+            work=beat.work,
+            recent=peer.recent.work(),
+            limits=beat.limits if beat.HasField("limits") else None,
         )

@@ -6,7 +6,7 @@ does not move for `stuck_after_s`, or when it is no longer a member. All that ru
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc.aio
 
@@ -16,6 +16,7 @@ from pdserve.membership import WorkerInfo
 from pdserve.vitals import SILENCE_LIMIT_S
 from router.decode_client import DecodeClient
 from router.prefill_client import PrefillClient
+from router.recent import Recent
 
 _log = logging.getLogger(__name__)
 CONNECT_LIMIT_S = 5.0
@@ -32,10 +33,15 @@ class PrefillPeer:
     client: PrefillClient
     beat: worker_pb2.WatchResponse
     others: int = 0  # tokens of other routers, at the last beat
+    recent: Recent = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.recent = Recent(self.beat.work)
 
     def take(self, beat: worker_pb2.WatchResponse) -> None:
         """Note what the worker says of itself."""
         self.beat = beat
+        self.recent.add(beat.work)
         self.others = max(0, beat.load.queued_tokens - self.client.queued_tokens)
 
     @property
@@ -61,10 +67,15 @@ class DecodePeer:
     client: DecodeClient
     beat: worker_pb2.WatchResponse
     others: int = 0  # requests of other routers, at the last beat
+    recent: Recent = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.recent = Recent(self.beat.work)
 
     def take(self, beat: worker_pb2.WatchResponse) -> None:
         """Note what the worker says of itself."""
         self.beat = beat
+        self.recent.add(beat.work)
         self.others = max(0, beat.load.requests - self.client.num_tickets)
 
     @property

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/cluster.proto\x12\npdserve.v1\"\x12\n\x10GetStatusRequest\"\x81\x01\n\x11GetStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x0e\n\x06silent\x18\x04 \x03(\t\"\xdd\x01\n\x0cWorkerStatus\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\r\n\x05\x65xact\x18\x07 \x01(\x08\x12\x1e\n\x04load\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.Load\x12 \n\x05pages\x18\t \x01(\x0b\x32\x11.pdserve.v1.Pages\x12\x0e\n\x06linked\x18\n \x03(\t\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\"U\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x14\n\x07limit_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x42\n\n\x08_limit_s\"<\n\x13\x44rainWorkerResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\r\"\x12\n\x10GetLedgerRequest\"\x86\x01\n\x11GetLedgerResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12)\n\x07workers\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.WorkerLedger\x12$\n\x04held\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.HeldTicket\x12\x10\n\x08problems\x18\x04 \x03(\t\"\x9b\x01\n\x0cWorkerLedger\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12 \n\x05pages\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.Pages\x12(\n\x07\x65ntries\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.LedgerEntry\x12\x10\n\x08problems\x18\x06 \x03(\t\"\x98\x01\n\x0bLedgerEntry\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05label\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06router\x18\x04 \x01(\t\x12\r\n\x05pages\x18\x05 \x01(\r\x12\x10\n\x08promised\x18\x06 \x01(\r\x12\x1a\n\x12ticket_incarnation\x18\x07 \x01(\t\x12\x0e\n\x06ticket\x18\x08 \x01(\x04\"Q\n\nHeldTicket\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x04\x12\r\n\x05label\x18\x04 \x01(\t\"G\n\x13InflictChaosRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12 \n\x05\x63haos\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Chaos\"\x16\n\x14InflictChaosResponse\"b\n\x05\x43haos\x12\x0e\n\x04kill\x18\x01 \x01(\x08H\x00\x12\x10\n\x06stop_s\x18\x02 \x01(\x01H\x00\x12\r\n\x03\x63ut\x18\x03 \x01(\x08H\x00\x12 \n\x04slow\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.SlowH\x00\x42\x06\n\x04harm\"*\n\x04Slow\x12\x13\n\x0b\x62ytes_per_s\x18\x01 \x01(\x01\x12\r\n\x05\x66or_s\x18\x02 \x01(\x01\"/\n\x04Load\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x15\n\rqueued_tokens\x18\x02 \x01(\r\"V\n\x05Pages\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x0e\n\x06in_use\x18\x04 \x01(\r\x12\x10\n\x08promised\x18\x05 \x01(\r2\xc7\x02\n\x0e\x43lusterService\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponse\x12N\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x1f.pdserve.v1.DrainWorkerResponse\x12H\n\tGetLedger\x12\x1c.pdserve.v1.GetLedgerRequest\x1a\x1d.pdserve.v1.GetLedgerResponse\x12Q\n\x0cInflictChaos\x12\x1f.pdserve.v1.InflictChaosRequest\x1a .pdserve.v1.InflictChaosResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/cluster.proto\x12\npdserve.v1\"\x12\n\x10GetStatusRequest\"\x81\x01\n\x11GetStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x0e\n\x06silent\x18\x04 \x03(\t\"\xc3\x02\n\x0cWorkerStatus\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\r\n\x05\x65xact\x18\x07 \x01(\x08\x12\x1e\n\x04load\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.Load\x12 \n\x05pages\x18\t \x01(\x0b\x32\x11.pdserve.v1.Pages\x12\x0e\n\x06linked\x18\n \x03(\t\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x1e\n\x04work\x18\x0c \x01(\x0b\x32\x10.pdserve.v1.Work\x12 \n\x06recent\x18\r \x01(\x0b\x32\x10.pdserve.v1.Work\x12\"\n\x06limits\x18\x0e \x01(\x0b\x32\x12.pdserve.v1.Limits\"j\n\x04Work\x12\x0f\n\x07\x63lock_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x02 \x01(\x01\x12\x0e\n\x06passes\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\r\n\x05\x66lops\x18\x05 \x01(\x01\x12\x12\n\nread_bytes\x18\x06 \x01(\x01\"7\n\x06Limits\x12\x18\n\x10read_bytes_per_s\x18\x01 \x01(\x01\x12\x13\n\x0b\x66lops_per_s\x18\x02 \x01(\x01\"U\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x14\n\x07limit_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x42\n\n\x08_limit_s\"<\n\x13\x44rainWorkerResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\r\"\x12\n\x10GetLedgerRequest\"\x86\x01\n\x11GetLedgerResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12)\n\x07workers\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.WorkerLedger\x12$\n\x04held\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.HeldTicket\x12\x10\n\x08problems\x18\x04 \x03(\t\"\x9b\x01\n\x0cWorkerLedger\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12 \n\x05pages\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.Pages\x12(\n\x07\x65ntries\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.LedgerEntry\x12\x10\n\x08problems\x18\x06 \x03(\t\"\x98\x01\n\x0bLedgerEntry\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05label\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06router\x18\x04 \x01(\t\x12\r\n\x05pages\x18\x05 \x01(\r\x12\x10\n\x08promised\x18\x06 \x01(\r\x12\x1a\n\x12ticket_incarnation\x18\x07 \x01(\t\x12\x0e\n\x06ticket\x18\x08 \x01(\x04\"Q\n\nHeldTicket\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x04\x12\r\n\x05label\x18\x04 \x01(\t\"G\n\x13InflictChaosRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12 \n\x05\x63haos\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Chaos\"\x16\n\x14InflictChaosResponse\"b\n\x05\x43haos\x12\x0e\n\x04kill\x18\x01 \x01(\x08H\x00\x12\x10\n\x06stop_s\x18\x02 \x01(\x01H\x00\x12\r\n\x03\x63ut\x18\x03 \x01(\x08H\x00\x12 \n\x04slow\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.SlowH\x00\x42\x06\n\x04harm\"*\n\x04Slow\x12\x13\n\x0b\x62ytes_per_s\x18\x01 \x01(\x01\x12\r\n\x05\x66or_s\x18\x02 \x01(\x01\"/\n\x04Load\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x15\n\rqueued_tokens\x18\x02 \x01(\r\"V\n\x05Pages\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x0e\n\x06in_use\x18\x04 \x01(\r\x12\x10\n\x08promised\x18\x05 \x01(\r2\xc7\x02\n\x0e\x43lusterService\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponse\x12N\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x1f.pdserve.v1.DrainWorkerResponse\x12H\n\tGetLedger\x12\x1c.pdserve.v1.GetLedgerRequest\x1a\x1d.pdserve.v1.GetLedgerResponse\x12Q\n\x0cInflictChaos\x12\x1f.pdserve.v1.InflictChaosRequest\x1a .pdserve.v1.InflictChaosResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,33 +36,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSRESPONSE']._serialized_start=61
   _globals['_GETSTATUSRESPONSE']._serialized_end=190
   _globals['_WORKERSTATUS']._serialized_start=193
-  _globals['_WORKERSTATUS']._serialized_end=414
-  _globals['_DRAINWORKERREQUEST']._serialized_start=416
-  _globals['_DRAINWORKERREQUEST']._serialized_end=501
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=503
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=563
-  _globals['_GETLEDGERREQUEST']._serialized_start=565
-  _globals['_GETLEDGERREQUEST']._serialized_end=583
-  _globals['_GETLEDGERRESPONSE']._serialized_start=586
-  _globals['_GETLEDGERRESPONSE']._serialized_end=720
-  _globals['_WORKERLEDGER']._serialized_start=723
-  _globals['_WORKERLEDGER']._serialized_end=878
-  _globals['_LEDGERENTRY']._serialized_start=881
-  _globals['_LEDGERENTRY']._serialized_end=1033
-  _globals['_HELDTICKET']._serialized_start=1035
-  _globals['_HELDTICKET']._serialized_end=1116
-  _globals['_INFLICTCHAOSREQUEST']._serialized_start=1118
-  _globals['_INFLICTCHAOSREQUEST']._serialized_end=1189
-  _globals['_INFLICTCHAOSRESPONSE']._serialized_start=1191
-  _globals['_INFLICTCHAOSRESPONSE']._serialized_end=1213
-  _globals['_CHAOS']._serialized_start=1215
-  _globals['_CHAOS']._serialized_end=1313
-  _globals['_SLOW']._serialized_start=1315
-  _globals['_SLOW']._serialized_end=1357
-  _globals['_LOAD']._serialized_start=1359
-  _globals['_LOAD']._serialized_end=1406
-  _globals['_PAGES']._serialized_start=1408
-  _globals['_PAGES']._serialized_end=1494
-  _globals['_CLUSTERSERVICE']._serialized_start=1497
-  _globals['_CLUSTERSERVICE']._serialized_end=1824
+  _globals['_WORKERSTATUS']._serialized_end=516
+  _globals['_WORK']._serialized_start=518
+  _globals['_WORK']._serialized_end=624
+  _globals['_LIMITS']._serialized_start=626
+  _globals['_LIMITS']._serialized_end=681
+  _globals['_DRAINWORKERREQUEST']._serialized_start=683
+  _globals['_DRAINWORKERREQUEST']._serialized_end=768
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=770
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=830
+  _globals['_GETLEDGERREQUEST']._serialized_start=832
+  _globals['_GETLEDGERREQUEST']._serialized_end=850
+  _globals['_GETLEDGERRESPONSE']._serialized_start=853
+  _globals['_GETLEDGERRESPONSE']._serialized_end=987
+  _globals['_WORKERLEDGER']._serialized_start=990
+  _globals['_WORKERLEDGER']._serialized_end=1145
+  _globals['_LEDGERENTRY']._serialized_start=1148
+  _globals['_LEDGERENTRY']._serialized_end=1300
+  _globals['_HELDTICKET']._serialized_start=1302
+  _globals['_HELDTICKET']._serialized_end=1383
+  _globals['_INFLICTCHAOSREQUEST']._serialized_start=1385
+  _globals['_INFLICTCHAOSREQUEST']._serialized_end=1456
+  _globals['_INFLICTCHAOSRESPONSE']._serialized_start=1458
+  _globals['_INFLICTCHAOSRESPONSE']._serialized_end=1480
+  _globals['_CHAOS']._serialized_start=1482
+  _globals['_CHAOS']._serialized_end=1580
+  _globals['_SLOW']._serialized_start=1582
+  _globals['_SLOW']._serialized_end=1624
+  _globals['_LOAD']._serialized_start=1626
+  _globals['_LOAD']._serialized_end=1673
+  _globals['_PAGES']._serialized_start=1675
+  _globals['_PAGES']._serialized_end=1761
+  _globals['_CLUSTERSERVICE']._serialized_start=1764
+  _globals['_CLUSTERSERVICE']._serialized_end=2091
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,8 @@ class WatchResponse(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     LINKED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     progress: _builtins.int
     """Grows with every layer computed."""
@@ -60,6 +62,14 @@ class WatchResponse(_message.Message):
     def linked(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Incarnations of the decode workers that a prefill worker has a link to."""
 
+    @_builtins.property
+    def work(self) -> _cluster_pb2.Work:
+        """Since it started."""
+
+    @_builtins.property
+    def limits(self) -> _cluster_pb2.Limits:
+        """Absent: it has not measured them."""
+
     def __init__(
         self,
         *,
@@ -70,10 +80,12 @@ class WatchResponse(_message.Message):
         pages: _cluster_pb2.Pages | None = ...,
         linked: _abc.Iterable[_builtins.str] | None = ...,
         draining: _builtins.bool = ...,
+        work: _cluster_pb2.Work | None = ...,
+        limits: _cluster_pb2.Limits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pages", b"pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "load", b"load", "pages", b"pages", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ms", b"busy_ms", "draining", b"draining", "incarnation", b"incarnation", "linked", b"linked", "load", b"load", "pages", b"pages", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ms", b"busy_ms", "draining", b"draining", "incarnation", b"incarnation", "limits", b"limits", "linked", b"linked", "load", b"load", "pages", b"pages", "progress", b"progress", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

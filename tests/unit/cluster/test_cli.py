@@ -168,6 +168,7 @@ async def test_status_as_table_and_as_json(run: Commands) -> None:
         "0",
         "1",
         "0",
+        *"---",
         "yes",
         "draining",
     ]
