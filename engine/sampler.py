@@ -1,9 +1,10 @@
 """From logits to tokens.
 
-Each row is handled by itself, and what comes out is a function of (seed, absolute position, logits) alone: no state, no
-other rows. So a token is the same in whatever batch, on whatever worker and after whatever resume it is drawn.
+Each row is handled by itself, and what comes out is a function of (seed, absolute position, tokens so far, logits)
+alone. So a token is the same in whatever batch, on whatever worker and after whatever resume it is drawn.
 
-    logits -> stop tokens banned below min_tokens -> temperature -> top-k -> top-p -> min-p
+    logits -> penalties, bias, tokens that may not be chosen (engine/pilot.py) -> stop tokens banned below min_tokens
+           -> temperature -> top-k -> top-p -> min-p
            -> argmax of logit / T + Gumbel noise (the lowest id wins a tie); temperature 0: argmax of the logits
 
 The noise of a token is a hash of (seed, position, token id). Adding Gumbel noise to log-probabilities and taking the
@@ -14,15 +15,14 @@ of the cumulative sum it does not flip to another token when logits differ in th
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.pilot import Floats, Pilot
 from pdserve.request import Candidate, Sampling, Token, WorkRequest, finish_after
 
-Floats = NDArray[np.floating[Any]]
 Ids = NDArray[np.intp]
 Words = NDArray[np.uint64]
 
@@ -42,6 +42,7 @@ class Step:
 
     request: WorkRequest
     number: int
+    pilot: Pilot | None = None  # of the tokens before `number`; there is one where the request is steered
 
     @property
     def position(self) -> int:
@@ -57,7 +58,7 @@ def sample(logits: Tensor, steps: Sequence[Step]) -> list[Token]:
 
 def _sample_row(row: Floats, step: Step) -> Token:
     request = step.request
-    allowed = _ban_stop_tokens(row, step)
+    allowed = _allowed(row, step)
     token_id = int(allowed.argmax())  # the first, which is the lowest, of equal ones
     peak = float(allowed[token_id])
     if request.sampling.temperature > 0 and peak > -math.inf:
@@ -66,12 +67,14 @@ def _sample_row(row: Floats, step: Step) -> Token:
     return Token(step.number, token_id, top, finish_after(request, step.number, token_id))
 
 
-def _ban_stop_tokens(row: Floats, step: Step) -> Floats:
-    """Stop tokens cannot be drawn before min_tokens; the caller's logits stay as they are."""
-    if step.number >= step.request.min_tokens or not step.request.stop_token_ids:
-        return row
-    allowed = row.copy()
-    allowed[[token_id for token_id in step.request.stop_token_ids if token_id < len(row)]] = -math.inf
+def _allowed(row: Floats, step: Step) -> Floats:
+    """The row as steered, without stop tokens before min_tokens; the caller's logits stay as they are."""
+    request, pilot = step.request, step.pilot
+    assert (request.steering is None) == (pilot is None), f"{request.label}: a steered request needs its pilot"
+    allowed = row if pilot is None else pilot.steer(row)
+    if step.number < request.min_tokens and request.stop_token_ids:
+        allowed = row.copy() if allowed is row else allowed
+        allowed[[token_id for token_id in request.stop_token_ids if token_id < len(row)]] = -math.inf
     return allowed
 
 

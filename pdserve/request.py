@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NewType
 
 from pdserve.errors import InvalidRequest
+from pdserve.steering import Steering, check_steering
 
 MAX_TOP_LOGPROBS = 20
 WorkerId = NewType("WorkerId", str)  # stable over restarts: "prefill-0"
@@ -52,6 +53,7 @@ class WorkRequest:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()  # EOS folded in by the router
     top_logprobs: int = 0  # candidates to report per step
+    steering: Steering | None = None  # None: the logits stay as the model made them
 
     @property
     def num_emitted(self) -> int:
@@ -103,6 +105,8 @@ def check(request: WorkRequest, vocab_size: int, window: int) -> None:
     for field, allowed, holds in rules:
         if not holds:
             raise InvalidRequest(field, allowed)
+    if request.steering is not None:
+        check_steering(request.steering, vocab_size)
 
 
 def finish_after(request: WorkRequest, number: int, token_id: int) -> str:

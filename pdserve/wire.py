@@ -3,6 +3,7 @@
 from pdserve.errors import PdserveError, from_wire
 from pdserve.internal.v1 import worker_pb2
 from pdserve.request import Candidate, Incarnation, Sampling, Ticket, Token, WorkerId, WorkRequest
+from pdserve.steering import Steering
 
 
 def request_to_wire(request: WorkRequest) -> worker_pb2.WorkRequest:
@@ -20,6 +21,7 @@ def request_to_wire(request: WorkRequest) -> worker_pb2.WorkRequest:
         min_tokens=request.min_tokens,
         stop_token_ids=sorted(request.stop_token_ids),
         top_logprobs=request.top_logprobs,
+        steering=None if request.steering is None else steering_to_wire(request.steering),
     )
 
 
@@ -34,6 +36,31 @@ def request_from_wire(message: worker_pb2.WorkRequest) -> WorkRequest:
         min_tokens=message.min_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         top_logprobs=message.top_logprobs,
+        steering=steering_from_wire(message.steering) if message.HasField("steering") else None,
+    )
+
+
+def steering_to_wire(steering: Steering) -> worker_pb2.Steering:
+    """What steers a request, every field."""
+    return worker_pb2.Steering(
+        repetition_penalty=steering.repetition_penalty,
+        presence_penalty=steering.presence_penalty,
+        frequency_penalty=steering.frequency_penalty,
+        logit_bias=dict(steering.logit_bias),
+        allowed_token_ids=steering.allowed_token_ids,
+        banned_token_ids=steering.banned_token_ids,
+    )
+
+
+def steering_from_wire(message: worker_pb2.Steering) -> Steering:
+    """The inverse of `steering_to_wire`."""
+    return Steering(
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        banned_token_ids=tuple(message.banned_token_ids),
     )
 
 

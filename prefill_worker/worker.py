@@ -19,6 +19,7 @@ from engine.batch import Chunk
 from engine.load import Engine
 from engine.mailbox import Mailbox
 from engine.pages import PageCounts, PagePool
+from engine.pilot import Pilot, pilot_of
 from engine.runner import Forward
 from engine.sampler import Step, sample
 from pdserve.errors import Draining, InvalidRequest, LegFailed, LinkDown, PdserveError, ProtocolError
@@ -47,6 +48,7 @@ from prefill_worker.scheduler import PlannedChunk, PrefillScheduler, Prompt
 class _Call:
     prompt: Prompt
     outgoing: Outgoing | None
+    pilot: Pilot | None = None  # None where the request is not steered
     first: Token | None = None
 
     def entry(self) -> LedgerEntry:
@@ -155,11 +157,13 @@ class PrefillWorker:
 
     def _start(self, start: Start, update: StepUpdate) -> None:
         try:
-            outgoing = self._accept(start)
+            outgoing, pilot = self._accept(start), pilot_of(start.request, self._engine.card.vocab_size)
+            if pilot is not None:
+                pilot.check()
         except PdserveError as error:
             update.failed.append(Failed(start.call, error))
         else:
-            self._calls[start.call] = _Call(self._scheduler.add(start.call, start.request), outgoing)
+            self._calls[start.call] = _Call(self._scheduler.add(start.call, start.request), outgoing, pilot)
 
     def _accept(self, start: Start) -> Outgoing | None:
         """The push side of a call that can be served."""
@@ -208,13 +212,16 @@ class PrefillWorker:
 
     def _sample(self, current: _Pass, update: StepUpdate) -> None:
         prompts = [chunk.prompt for chunk in current.plan if chunk.is_last]
-        steps = [Step(prompt.request, prompt.request.num_emitted) for prompt in prompts]
-        tokens = sample(current.forward.logits(), steps) if steps else []
-        for prompt, token in zip(prompts, tokens, strict=True):
+        if not prompts:
+            return
+        logits = current.forward.logits()
+        for index, prompt in enumerate(prompts):
             if call := self._calls.get(prompt.call):
-                call.first = token
+                step = Step(prompt.request, prompt.request.num_emitted, call.pilot)
+                (token,) = sample(logits[index : index + 1], [step])
+                call.first = token if call.pilot is None else call.pilot.take(token)
                 computed = prompt.length - prompt.num_cached
-                update.sampled.append(Sampled(prompt.call, token, computed, prompt.num_cached))
+                update.sampled.append(Sampled(prompt.call, call.first, computed, prompt.num_cached))
 
     def _push(self, number: int, call: _Call, update: StepUpdate) -> None:
         """Pack what is ready into free slots; a call whose first token was its last pushes nothing more."""

@@ -23,6 +23,7 @@ from pdserve.v1 import generation_pb2 as pb
 from pdserve.v1 import generation_pb2_grpc
 from router import call, validation
 from router.answer import Answer
+from router.checks import check_token_ids
 from router.record import RequestRecord
 from router.tokenizer import Piece, TextModel, in_thread_if_long
 from router.validation import ServedModel
@@ -128,7 +129,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The text of token ids, special tokens included: what Tokenize took apart comes back whole."""
         async with call.reporting(context, "Detokenize"):
             model = self._models.find(request.model)
-            validation.check_token_ids("token_ids", request.token_ids, model.card.vocab_size)
+            check_token_ids("token_ids", request.token_ids, model.card.vocab_size)
             ids = list(request.token_ids)
             text = await in_thread_if_long(len(ids), model.text.decode, ids, skip_special_tokens=False)
             return pb.DetokenizeResponse(text=text)
