@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from engine.batch import Chunk
 from engine.load import Engine
+from engine.logprobs import score_prompt
 from engine.mailbox import Mailbox
 from engine.pages import PageCounts, PagePool
 from engine.pilot import Pilot, pilot_of
@@ -34,6 +35,7 @@ from prefill_worker.commands import (
     Ended,
     Expel,
     Failed,
+    PromptScored,
     Push,
     PushEnded,
     Sampled,
@@ -204,11 +206,22 @@ class PrefillWorker:
             if not current.forward.is_complete:
                 return
             self._scheduler.advance(current.plan)
+            self._score(current, update)
             self._sample(current, update)
         self._pass = None
         for chunk in current.plan:
             if chunk.prompt.call not in self._calls:
                 self._free(chunk.prompt)
+
+    def _score(self, current: _Pass, update: StepUpdate) -> None:
+        first_row = 0
+        for chunk in current.plan:
+            request = chunk.prompt.request
+            if request.scores_prompt and chunk.prompt.call in self._calls:
+                token_ids = request.token_ids[chunk.start + 1 : chunk.end + 1]
+                scores = score_prompt(current.forward, first_row, token_ids, request.prompt_logprobs or 0)
+                update.scored.append(PromptScored(chunk.prompt.call, list(scores)))
+            first_row += chunk.end - chunk.start
 
     def _sample(self, current: _Pass, update: StepUpdate) -> None:
         prompts = [chunk.prompt for chunk in current.plan if chunk.is_last]

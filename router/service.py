@@ -98,6 +98,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async for token in tokens:
                 if token.number == work.num_emitted:
                     await out.write(pb.GenerateResponse(started=answer.started()))
+                    for scores in answer.prompt_logprobs(record.prompt_scores):
+                        await out.write(pb.GenerateResponse(prompt_logprobs=scores))
                 last = answer.delta(token)
                 if answer.finished is not None:
                     break

@@ -62,6 +62,8 @@ def plan(request: pb.GenerateRequest, model: ServedModel, label: str) -> Plan:
     check_label(label)
     sampling, stopping = _sampling(request.sampling, _seed(request)), _stopping(request.stopping, model)
     top_logprobs = within("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    prompt_logprobs = within("prompt_logprobs", request.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+    _check_stage(request)
     steering = steering_of(request, card.vocab_size)
     _check_resume(request, card)
     prompt = _fitted_prompt(request, model)
@@ -78,6 +80,9 @@ def plan(request: pb.GenerateRequest, model: ServedModel, label: str) -> Plan:
         stop_token_ids=stopping.stop_token_ids | eos_token_ids,
         top_logprobs=top_logprobs,
         steering=steering,
+        logprobs=request.logprobs,
+        logprobs_as_drawn=request.logprobs_stage == pb.LOGPROBS_STAGE_DRAWN,
+        prompt_logprobs=prompt_logprobs if request.HasField("prompt_logprobs") else None,
     )
     check_choice(work, card.vocab_size)
     work = work.resumed(_received(request, work))
@@ -136,6 +141,12 @@ def _received(request: pb.GenerateRequest, work: WorkRequest) -> Sequence[int]:
         problem = f"has {len(resume.token_ids)} entries, but this completion at most {work.max_tokens} tokens"
         raise InvalidRequest("resume.token_ids", problem)
     return resume.token_ids
+
+
+def _check_stage(request: pb.GenerateRequest) -> None:
+    if request.logprobs_stage not in pb.LogprobsStage.values():
+        problem = f"{request.logprobs_stage} is unknown; must be one of {', '.join(pb.LogprobsStage.keys())}"
+        raise InvalidRequest("logprobs_stage", problem)
 
 
 def _seed(request: pb.GenerateRequest) -> int:

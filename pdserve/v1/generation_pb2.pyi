@@ -19,6 +19,29 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _LogprobsStage:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogprobsStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobsStage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOGPROBS_STAGE_UNSPECIFIED: _LogprobsStage.ValueType  # 0
+    """As LOGPROBS_STAGE_MODEL."""
+    LOGPROBS_STAGE_MODEL: _LogprobsStage.ValueType  # 1
+    """As the model made them: before penalties, bias, temperature and filters."""
+    LOGPROBS_STAGE_DRAWN: _LogprobsStage.ValueType  # 2
+    """As the token was drawn: after all of them. Tokens that were filtered out are no candidates."""
+
+class LogprobsStage(_LogprobsStage, metaclass=_LogprobsStageEnumTypeWrapper): ...
+
+LOGPROBS_STAGE_UNSPECIFIED: LogprobsStage.ValueType  # 0
+"""As LOGPROBS_STAGE_MODEL."""
+LOGPROBS_STAGE_MODEL: LogprobsStage.ValueType  # 1
+"""As the model made them: before penalties, bias, temperature and filters."""
+LOGPROBS_STAGE_DRAWN: LogprobsStage.ValueType  # 2
+"""As the token was drawn: after all of them. Tokens that were filtered out are no candidates."""
+Global___LogprobsStage: _TypeAlias = LogprobsStage  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -51,17 +74,29 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_STAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served."""
     text: _builtins.str
     truncate_prompt_tokens: _builtins.int
     """Keep only the last so many prompt tokens; at least 1. Unset: a prompt longer than the window is refused."""
     top_logprobs: _builtins.int
-    """Candidates to report per step, 0 to 20. Unset: 0."""
+    """Candidates to report per step, 0 to 20, and beside them the chosen token. Unset: 0."""
     request_id: _builtins.str
     """A label of the client's for logs; never a key. Unset: the router draws one."""
     priority: _builtins.int
     """Lower is served first. Unset: 0."""
+    logprobs: _builtins.bool
+    """Report the log-probability of every chosen token, also without candidates. Unset: false."""
+    logprobs_stage: Global___LogprobsStage.ValueType
+    """Which distribution the reported log-probabilities of the completion belong to."""
+    prompt_logprobs: _builtins.int
+    """Report the log-probability of every prompt token but the first, as the model made it, and so many candidates for
+    its place, 0 to 20: between `started` and the first delta, not again on a resume. The whole prompt is computed
+    then, also what is cached. Unset: none.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -88,13 +123,20 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         priority: _builtins.int | None = ...,
         resume: Global___Resume | None = ...,
+        logprobs: _builtins.bool | None = ...,
+        logprobs_stage: Global___LogprobsStage.ValueType = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "logprobs", b"logprobs", "logprobs_stage", b"logprobs_stage", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
@@ -102,7 +144,11 @@ class GenerateRequest(_message.Message):
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
     @_typing.overload
@@ -398,28 +444,58 @@ class GenerateResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started: ...
     @_builtins.property
     def delta(self) -> Global___Delta: ...
     @_builtins.property
     def finished(self) -> Global___Finished: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs: ...
     def __init__(
         self,
         *,
         started: Global___Started | None = ...,
         delta: Global___Delta | None = ...,
         finished: Global___Finished | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "delta", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "delta", "finished", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """PromptLogprobs come in order, in as many messages as it takes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Place of the first of `tokens` in the prompt, from 0; of the first message 1."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]: ...
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        tokens: _abc.Iterable[Global___TopLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):
@@ -502,16 +578,22 @@ class TopLogprobs(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
+    @_builtins.property
+    def chosen(self) -> Global___TokenLogprob:
+        """The token that stands there."""
+
     def __init__(
         self,
         *,
         candidates: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        chosen: Global___TokenLogprob | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "chosen", b"chosen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -526,7 +608,7 @@ class TokenLogprob(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     logprob: _builtins.float
-    """Natural logarithm of the probability, before any filter and temperature."""
+    """Natural logarithm of the probability."""
     text: _builtins.str
     """The token's own text; incomplete characters are replacement characters."""
     def __init__(

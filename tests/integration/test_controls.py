@@ -7,6 +7,7 @@ import pytest
 from engine.load import Engine
 from pdserve.request import Sampling, WorkRequest
 from pdserve.steering import Steering
+from router.record import RequestRecord
 from tests.inprocess import in_process, reference
 from tests.toy import toy_engine, write_toy_model
 
@@ -59,3 +60,19 @@ async def test_lists_and_penalties_do_what_they_say(engines: list[Engine]) -> No
         assert set(await ids({"logit_bias": ((77, 100.0),)})) == {77}
         once = await ids({"allowed_token_ids": tuple(range(8, 24)), "presence_penalty": 1e6})
         assert len(set(once)) == 16
+
+
+async def test_scores_come_through_the_relay_and_are_not_lost_with_a_leg(engines: list[Engine]) -> None:
+    work = WorkRequest("r", tuple(range(3, 90)), 87, Sampling(seed=4), 6, top_logprobs=3, prompt_logprobs=2)
+    async with in_process(engines[:1], engines[1:2], chunk_tokens=32) as cluster:
+        record = RequestRecord(arrived=0.0)
+        tokens = await cluster.complete(work, record)
+        assert tokens == reference(engines[2], work)
+        assert all(token.logprob is not None and len(token.top_logprobs) == 3 for token in tokens)
+        assert [score.chosen.token_id for score in record.prompt_scores] == list(work.token_ids[1:])
+        again, resumed = RequestRecord(arrived=0.0), RequestRecord(arrived=0.0)
+        await cluster.complete(work, again)
+        assert again.prompt_scores == record.prompt_scores
+        assert (again.cached_tokens, again.computed_tokens) == (0, 87)
+        await cluster.complete(work.resumed([tokens[0].token_id]), resumed)
+        assert list(resumed.prompt_scores) == []

@@ -200,6 +200,9 @@ class WorkRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     STEERING_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_AS_DRAWN_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     label: _builtins.str
     """The client's request id: for logs, never a key."""
     prompt_length: _builtins.int
@@ -212,6 +215,12 @@ class WorkRequest(_message.Message):
     max_tokens: _builtins.int
     min_tokens: _builtins.int
     top_logprobs: _builtins.int
+    logprobs: _builtins.bool
+    """Of the chosen token; with top_logprobs it comes along."""
+    logprobs_as_drawn: _builtins.bool
+    """After temperature and filters; else as the model made them."""
+    prompt_logprobs: _builtins.int
+    """Candidates for each prompt token. Absent: no prompt token is scored."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, and what earlier attempts emitted."""
@@ -238,12 +247,17 @@ class WorkRequest(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         top_logprobs: _builtins.int = ...,
         steering: Global___Steering | None = ...,
+        logprobs: _builtins.bool = ...,
+        logprobs_as_drawn: _builtins.bool = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["steering", b"steering"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "prompt_length", b"prompt_length", "seed", b"seed", "steering", b"steering", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "label", b"label", "logprobs", b"logprobs", "logprobs_as_drawn", b"logprobs_as_drawn", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "steering", b"steering", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___WorkRequest: _TypeAlias = WorkRequest  # noqa: Y015
 
@@ -343,11 +357,14 @@ class Token(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Counts completion tokens from 0."""
     token_id: _builtins.int
     finish: _builtins.str
     """Empty: goes on; "stop_token" or "length": this was the last."""
+    logprob: _builtins.float
+    """Where asked for."""
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]: ...
     def __init__(
@@ -357,12 +374,15 @@ class Token(_message.Message):
         token_id: _builtins.int = ...,
         top_logprobs: _abc.Iterable[Global___Candidate] | None = ...,
         finish: _builtins.str = ...,
+        logprob: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "number", b"number", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "finish", b"finish", "logprob", b"logprob", "number", b"number", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
+    _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
 
 Global___Token: _TypeAlias = Token  # noqa: Y015
 
@@ -387,6 +407,32 @@ class Candidate(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
+
+@_typing.final
+class Scored(_message.Message):
+    """Scored is a token with its log-probability, and the likeliest ones in its place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chosen(self) -> Global___Candidate: ...
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]: ...
+    def __init__(
+        self,
+        *,
+        chosen: Global___Candidate | None = ...,
+        top: _abc.Iterable[Global___Candidate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Scored: _TypeAlias = Scored  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):

@@ -106,7 +106,8 @@ def tokens_of(ids: Sequence[int] | str, finish: str = "length") -> Script:
         for number, token_id in list(enumerate(ids))[work.num_emitted :]:
             assert isinstance(token_id, int)
             candidates = (Candidate(token_id, -0.5),) * work.top_logprobs
-            yield Token(number, token_id, candidates, finish if number == len(ids) - 1 else "")
+            logprob = -0.5 if work.wants_logprobs else None
+            yield Token(number, token_id, candidates, finish if number == len(ids) - 1 else "", logprob)
 
     return script
 
