@@ -144,7 +144,7 @@ class DecodeWorker:
             return
         try:
             entry.adopt(command.first, self._engine.card.vocab_size)
-            entry.pilot = pilot_of(entry.request, self._engine.card.vocab_size)
+            entry.pilot = pilot_of(entry.request, self._engine.card.vocab_size, self._engine.grammars)
             if entry.pilot is not None:
                 entry.pilot.take(command.first)
                 entry.pilot.check()

@@ -97,9 +97,17 @@ def _draw(row: Floats, ids: Ids | None, peak: float, step: Step) -> int:
     """The token with the largest logit / T + noise among `ids`, None for all; `peak` is the row's maximum."""
     sampling = step.request.sampling
     key = _row_key(sampling.seed, step.position)
+    if ids is None and step.pilot is not None:
+        ids = _few(row)
     if ids is None:
         return _noisy_argmax_of_all(row, peak, sampling, key)
     return _noisy_argmax(ids, _scores(row[ids], peak, sampling), key)[1]
+
+
+def _few(row: Floats) -> Ids | None:
+    """The tokens that may be chosen, ascending, where these are so few that all the others need no look."""
+    ids = np.flatnonzero(row > -math.inf)
+    return ids if len(ids) < len(row) // 8 else None
 
 
 def _scores(logits: Floats, peak: float, sampling: Sampling) -> Floats:

@@ -106,7 +106,7 @@ class Token:
     number: int
     token_id: int
     top_logprobs: tuple[Candidate, ...] = ()
-    finish: str = ""  # "": goes on; "stop_token" or "length": this was the last
+    finish: str = ""  # "": goes on; "stop_token", "length" or "grammar" (it is complete): this was the last
     logprob: float | None = None  # where asked for
 
 

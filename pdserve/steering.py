@@ -6,8 +6,20 @@ so a resumed request is steered as if it had never been interrupted.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from pdserve.errors import InvalidRequest
+
+GrammarKind = Literal["json_schema", "regex", "lark"]
+GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "lark")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the text of a completion must follow; see pdserve/grammar.py."""
+
+    kind: GrammarKind
+    text: str
 
 
 @dataclass(frozen=True)
@@ -20,6 +32,7 @@ class Steering:
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, what is added; each id once
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     banned_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
 
 UNSTEERED = Steering()

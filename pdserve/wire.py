@@ -1,9 +1,9 @@
 """The vocabulary as internal protobuf messages and back: the only place that knows both."""
 
-from pdserve.errors import PdserveError, from_wire
+from pdserve.errors import InvalidRequest, PdserveError, from_wire
 from pdserve.internal.v1 import worker_pb2
 from pdserve.request import Candidate, Incarnation, Sampling, Scored, Ticket, Token, WorkerId, WorkRequest
-from pdserve.steering import Steering
+from pdserve.steering import GRAMMAR_KINDS, Grammar, Steering
 
 
 def request_to_wire(request: WorkRequest) -> worker_pb2.WorkRequest:
@@ -48,6 +48,7 @@ def request_from_wire(message: worker_pb2.WorkRequest) -> WorkRequest:
 
 def steering_to_wire(steering: Steering) -> worker_pb2.Steering:
     """What steers a request, every field."""
+    grammar = steering.grammar
     return worker_pb2.Steering(
         repetition_penalty=steering.repetition_penalty,
         presence_penalty=steering.presence_penalty,
@@ -55,6 +56,7 @@ def steering_to_wire(steering: Steering) -> worker_pb2.Steering:
         logit_bias=dict(steering.logit_bias),
         allowed_token_ids=steering.allowed_token_ids,
         banned_token_ids=steering.banned_token_ids,
+        grammar=None if grammar is None else worker_pb2.Grammar(kind=grammar.kind, text=grammar.text),
     )
 
 
@@ -67,7 +69,15 @@ def steering_from_wire(message: worker_pb2.Steering) -> Steering:
         logit_bias=tuple(sorted(message.logit_bias.items())),
         allowed_token_ids=tuple(message.allowed_token_ids),
         banned_token_ids=tuple(message.banned_token_ids),
+        grammar=_grammar_from_wire(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def _grammar_from_wire(message: worker_pb2.Grammar) -> Grammar:
+    for kind in GRAMMAR_KINDS:
+        if kind == message.kind:
+            return Grammar(kind, message.text)
+    raise InvalidRequest("grammar", f"kind {message.kind!r} is unknown to this worker")
 
 
 def ticket_to_wire(ticket: Ticket) -> worker_pb2.Ticket:

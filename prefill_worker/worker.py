@@ -159,7 +159,8 @@ class PrefillWorker:
 
     def _start(self, start: Start, update: StepUpdate) -> None:
         try:
-            outgoing, pilot = self._accept(start), pilot_of(start.request, self._engine.card.vocab_size)
+            outgoing = self._accept(start)
+            pilot = pilot_of(start.request, self._engine.card.vocab_size, self._engine.grammars)
             if pilot is not None:
                 pilot.check()
         except PdserveError as error:

@@ -48,11 +48,14 @@ class Answer:
                 )
                 raise InvalidRequest(f"resume.token_ids[{number - 1}]", problem)
             texts.append(self._advance(Token(number, token_id, finish=finish_after(self.work, number, token_id))))
-        text = "".join(texts)
-        if text_length > len(text):
-            problem = f"{text_length} is not allowed; the text of resume.token_ids has {len(text)} characters"
+        self._owed = "".join(texts)
+        steering = self.work.steering
+        if text_length > len(self._owed) and self.finished is None and steering is not None and steering.grammar:
+            self.complete()  # nothing else gives text out that is withheld while more tokens may come
+        if text_length > len(self._owed):
+            problem = f"{text_length} is not allowed; the text of resume.token_ids has {len(self._owed)} characters"
             raise InvalidRequest("resume.text_length", problem)
-        self._owed = text[text_length:]
+        self._owed = self._owed[text_length:]
 
     def started(self) -> pb.Started:
         """What a client keeps to resume."""
@@ -81,6 +84,13 @@ class Answer:
             tokens = [_top_logprobs(scored, self._model.text) for scored in scores[start : start + _PROMPT_TOKENS]]
             yield pb.PromptLogprobs(first_position=start + 1, tokens=tokens)
 
+    def complete(self) -> None:
+        """The tokens that the client brought along complete the grammar: nothing can follow."""
+        step = self._text.finish()
+        self._owed += step.text
+        match = pb.StopMatch(grammar=True) if step.matched is None else pb.StopMatch(stop_string=step.matched)
+        self.finished = _stopped(match)
+
     def rest(self) -> pb.Delta:
         """The delta of a completion whose tokens the client has: text alone, perhaps none."""
         return pb.Delta(token_number=self.work.num_emitted, text=self._owed)
@@ -105,6 +115,8 @@ class Answer:
             return _stopped(pb.StopMatch(eos_token_id=token.token_id))
         if token.finish == "stop_token":
             return _stopped(pb.StopMatch(stop_token_id=token.token_id))
+        if token.finish == "grammar":
+            return _stopped(pb.StopMatch(grammar=True))
         match = pb.StopMatch(max_tokens=self.work.max_tokens)
         if self.plan.window_limited:
             match = pb.StopMatch(context_window=self.plan.window)

@@ -1,20 +1,23 @@
-"""Penalties, bias and token lists of a public request -> `Steering`, or InvalidRequest that says what is allowed."""
+"""How a public request steers its tokens -> `Steering`, or InvalidRequest that says what is allowed."""
 
 from collections.abc import Sequence
 
 from pdserve.errors import InvalidRequest
+from pdserve.grammar import check_grammar
 from pdserve.request import WorkRequest
-from pdserve.steering import UNSTEERED, Steering
+from pdserve.steering import GRAMMAR_KINDS, UNSTEERED, Grammar, Steering
 from pdserve.v1 import generation_pb2 as pb
 from router.checks import at_most, check_token_ids, require
+from router.tokenizer import TextModel
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.0625, 16  # exact as float, so that the bounds are allowed
 MAX_PENALTY = 2
 MAX_BIAS = 100
 MAX_TOKENS_LISTED = 1024
+MAX_GRAMMAR_BYTES = 65536  # some ten milliseconds to compile
 
 
-def steering_of(request: pb.GenerateRequest, vocab_size: int) -> Steering | None:
+def steering_of(request: pb.GenerateRequest, vocab_size: int, text: TextModel) -> Steering | None:
     """None where the request asks for nothing of the kind. Raises InvalidRequest."""
     sampling = request.sampling
     steering = Steering(
@@ -24,6 +27,7 @@ def steering_of(request: pb.GenerateRequest, vocab_size: int) -> Steering | None
         logit_bias=_logit_bias(sampling, vocab_size),
         allowed_token_ids=_listed("allowed_token_ids", sampling.allowed_token_ids, vocab_size),
         banned_token_ids=_listed("banned_token_ids", sampling.banned_token_ids, vocab_size),
+        grammar=_grammar(request.grammar, text) if request.HasField("grammar") else None,
     )
     return None if steering == UNSTEERED else steering
 
@@ -63,6 +67,19 @@ def _logit_bias(sampling: pb.Sampling, vocab_size: int) -> tuple[tuple[int, floa
             raise InvalidRequest(field, f"{token_id} is outside the vocabulary; must be 0 to {vocab_size - 1}")
         require(-MAX_BIAS <= bias <= MAX_BIAS, field, bias, f"{-MAX_BIAS} to {MAX_BIAS}")
     return tuple(sorted(sampling.logit_bias.items()))
+
+
+def _grammar(given: pb.Grammar, text: TextModel) -> Grammar:
+    kind = given.WhichOneof("source")
+    if kind is None:
+        raise InvalidRequest("grammar", f"is empty; set one of {', '.join(GRAMMAR_KINDS)}, or leave grammar unset")
+    grammar = Grammar(kind, getattr(given, kind))
+    if (size := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"grammar.{kind}", f"has {size} bytes; at most {MAX_GRAMMAR_BYTES}")
+    if text.tokenizer is None:
+        raise InvalidRequest(f"grammar.{kind}", "this model has no tokenizer; send the request without grammar")
+    check_grammar(grammar)
+    return grammar
 
 
 def _listed(name: str, token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:

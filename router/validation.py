@@ -24,6 +24,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LABEL_CHARACTERS = 256
 DEFAULT_MAX_TOKENS = 256
 _REPLAY_COST = 4  # of a token of `resume`, in characters of a prompt: 2 to 4 us
+_GRAMMAR_COST = 4  # of a byte of a grammar
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def plan(request: pb.GenerateRequest, model: ServedModel, label: str) -> Plan:
     top_logprobs = within("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
     prompt_logprobs = within("prompt_logprobs", request.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
     _check_stage(request)
-    steering = steering_of(request, card.vocab_size)
+    steering = steering_of(request, card.vocab_size, model.text)
     _check_resume(request, card)
     prompt = _fitted_prompt(request, model)
     max_tokens = min(stopping.max_tokens, card.window - len(prompt))
@@ -112,6 +113,7 @@ def prompt_size(request: pb.GenerateRequest | pb.TokenizeRequest) -> int:
     size = len(request.text) + sum(len(message.content) for message in request.chat.messages)
     if isinstance(request, pb.GenerateRequest):
         size += len(request.token_ids.ids) + _REPLAY_COST * len(request.resume.token_ids)
+        size += _GRAMMAR_COST * request.grammar.ByteSize()
     return size
 
 

@@ -133,7 +133,7 @@ class InProcess:
 def reference(engine: Engine, work: WorkRequest) -> list[Token]:
     """The same completion by one engine that serves nobody else: the whole prompt at once, then token by token."""
     pages = list(range(engine.card.kv_layout.pages_for(work.max_length)))
-    pilot = pilot_of(work, engine.card.vocab_size)
+    pilot = pilot_of(work, engine.card.vocab_size, engine.grammars)
     chunk, tokens = Chunk(work.token_ids, 0, pages, sample=True), list[Token]()
     while not (tokens and tokens[-1].finish):
         step = Step(work, work.num_emitted + len(tokens), pilot)

@@ -77,6 +77,7 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGPROBS_STAGE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served."""
     text: _builtins.str
@@ -109,6 +110,10 @@ class GenerateRequest(_message.Message):
     def resume(self) -> Global___Resume:
         """Go on with a generation that was interrupted, by the death of a router for example. All else as in the first request."""
 
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """What the text of the completion must follow. Unset: any text."""
+
     def __init__(
         self,
         *,
@@ -126,10 +131,11 @@ class GenerateRequest(_message.Message):
         logprobs: _builtins.bool | None = ...,
         logprobs_stage: Global___LogprobsStage.ValueType = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "logprobs", b"logprobs", "logprobs_stage", b"logprobs_stage", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "grammar", b"grammar", "logprobs", b"logprobs", "logprobs_stage", b"logprobs_stage", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -157,6 +163,42 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """Grammar: up to 65536 bytes. End-of-sequence tokens can be chosen only where the text so far is a whole one. Where
+    nothing can follow, the completion ends, also before min_tokens. Where max_tokens ends it earlier, it is cut.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema, of which unsupported keywords are refused by name. Between the parts of the JSON text up to 40
+    white-space characters may stand; an object `x-guidance` in the schema, as llguidance knows it, changes that.
+    """
+    regex: _builtins.str
+    """A regular expression for the whole text, in the syntax of Rust's regex crate."""
+    lark: _builtins.str
+    """A grammar in llguidance's form of Lark; its start symbol is `start`."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        lark: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["json_schema", "regex", "lark"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
@@ -673,6 +715,7 @@ class StopMatch(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     CONTEXT_WINDOW_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     eos_token_id: _builtins.int
     """The end-of-sequence token of this id."""
     stop_token_id: _builtins.int
@@ -681,6 +724,8 @@ class StopMatch(_message.Message):
     """The limit `max_tokens` of the request."""
     context_window: _builtins.int
     """The model's context window, in tokens."""
+    grammar: _builtins.bool
+    """The grammar of the request: nothing could follow."""
     def __init__(
         self,
         *,
@@ -689,12 +734,13 @@ class StopMatch(_message.Message):
         stop_string: _builtins.str = ...,
         max_tokens: _builtins.int = ...,
         context_window: _builtins.int = ...,
+        grammar: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "eos_token_id", b"eos_token_id", "match", b"match", "max_tokens", b"max_tokens", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "eos_token_id", b"eos_token_id", "grammar", b"grammar", "match", b"match", "max_tokens", b"max_tokens", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "eos_token_id", b"eos_token_id", "match", b"match", "max_tokens", b"max_tokens", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "eos_token_id", b"eos_token_id", "grammar", b"grammar", "match", b"match", "max_tokens", b"max_tokens", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_match: _TypeAlias = _typing.Literal["eos_token_id", "stop_token_id", "stop_string", "max_tokens", "context_window"]  # noqa: Y015
+    _WhichOneofReturnType_match: _TypeAlias = _typing.Literal["eos_token_id", "stop_token_id", "stop_string", "max_tokens", "context_window", "grammar"]  # noqa: Y015
     _WhichOneofArgType_match: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_match) -> _WhichOneofReturnType_match | None: ...
 

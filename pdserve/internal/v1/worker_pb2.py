@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import cluster_pb2 as pdserve_dot_v1_dot_cluster__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdserve/internal/v1/worker.proto\x12\x13pdserve.internal.v1\x1a\x18pdserve/v1/cluster.proto\"\x0e\n\x0cWatchRequest\"\xab\x01\n\rWatchResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x04\x12\x0f\n\x07\x62usy_ms\x18\x03 \x01(\x04\x12\x1e\n\x04load\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.Load\x12 \n\x05pages\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.Pages\x12\x0e\n\x06linked\x18\x06 \x03(\t\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\"\x12\n\x10GetLedgerRequest\"=\n\x11GetLedgerResponse\x12(\n\x06ledger\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.WorkerLedger\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07limit_s\x18\x01 \x01(\x01\"\x0f\n\rDrainResponse\"7\n\x13InflictChaosRequest\x12 \n\x05\x63haos\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Chaos\"\x16\n\x14InflictChaosResponse\"\xfc\x02\n\x0bWorkRequest\x12\r\n\x05label\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x0c \x01(\r\x12/\n\x08steering\x18\r \x01(\x0b\x32\x1d.pdserve.internal.v1.Steering\x12\x10\n\x08logprobs\x18\x0e \x01(\x08\x12\x19\n\x11logprobs_as_drawn\x18\x0f \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"\x84\x02\n\x08Steering\x12\x1a\n\x12repetition_penalty\x18\x01 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x02 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x03 \x01(\x01\x12@\n\nlogit_bias\x18\x04 \x03(\x0b\x32,.pdserve.internal.v1.Steering.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x05 \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x06 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x06Ticket\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x04 \x01(\r\"\x91\x01\n\x05Token\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x34\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x1e.pdserve.internal.v1.Candidate\x12\x0e\n\x06\x66inish\x18\x04 \x01(\t\x12\x14\n\x07logprob\x18\x05 \x01(\x02H\x00\x88\x01\x01\x42\n\n\x08_logprob\".\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"e\n\x06Scored\x12.\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1e.pdserve.internal.v1.Candidate\x12+\n\x03top\x18\x02 \x03(\x0b\x32\x1e.pdserve.internal.v1.Candidate\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\xf2\x02\n\rWorkerService\x12P\n\x05Watch\x12!.pdserve.internal.v1.WatchRequest\x1a\".pdserve.internal.v1.WatchResponse0\x01\x12Z\n\tGetLedger\x12%.pdserve.internal.v1.GetLedgerRequest\x1a&.pdserve.internal.v1.GetLedgerResponse\x12N\n\x05\x44rain\x12!.pdserve.internal.v1.DrainRequest\x1a\".pdserve.internal.v1.DrainResponse\x12\x63\n\x0cInflictChaos\x12(.pdserve.internal.v1.InflictChaosRequest\x1a).pdserve.internal.v1.InflictChaosResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdserve/internal/v1/worker.proto\x12\x13pdserve.internal.v1\x1a\x18pdserve/v1/cluster.proto\"\x0e\n\x0cWatchRequest\"\xab\x01\n\rWatchResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x04\x12\x0f\n\x07\x62usy_ms\x18\x03 \x01(\x04\x12\x1e\n\x04load\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.Load\x12 \n\x05pages\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.Pages\x12\x0e\n\x06linked\x18\x06 \x03(\t\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\"\x12\n\x10GetLedgerRequest\"=\n\x11GetLedgerResponse\x12(\n\x06ledger\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.WorkerLedger\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07limit_s\x18\x01 \x01(\x01\"\x0f\n\rDrainResponse\"7\n\x13InflictChaosRequest\x12 \n\x05\x63haos\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Chaos\"\x16\n\x14InflictChaosResponse\"\xfc\x02\n\x0bWorkRequest\x12\r\n\x05label\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x0c \x01(\r\x12/\n\x08steering\x18\r \x01(\x0b\x32\x1d.pdserve.internal.v1.Steering\x12\x10\n\x08logprobs\x18\x0e \x01(\x08\x12\x19\n\x11logprobs_as_drawn\x18\x0f \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"\xb3\x02\n\x08Steering\x12\x1a\n\x12repetition_penalty\x18\x01 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x02 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x03 \x01(\x01\x12@\n\nlogit_bias\x18\x04 \x03(\x0b\x32,.pdserve.internal.v1.Steering.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x05 \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x06 \x03(\r\x12-\n\x07grammar\x18\x07 \x01(\x0b\x32\x1c.pdserve.internal.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"%\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"T\n\x06Ticket\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x04 \x01(\r\"\x91\x01\n\x05Token\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x34\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x1e.pdserve.internal.v1.Candidate\x12\x0e\n\x06\x66inish\x18\x04 \x01(\t\x12\x14\n\x07logprob\x18\x05 \x01(\x02H\x00\x88\x01\x01\x42\n\n\x08_logprob\".\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"e\n\x06Scored\x12.\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1e.pdserve.internal.v1.Candidate\x12+\n\x03top\x18\x02 \x03(\x0b\x32\x1e.pdserve.internal.v1.Candidate\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\xf2\x02\n\rWorkerService\x12P\n\x05Watch\x12!.pdserve.internal.v1.WatchRequest\x1a\".pdserve.internal.v1.WatchResponse0\x01\x12Z\n\tGetLedger\x12%.pdserve.internal.v1.GetLedgerRequest\x1a&.pdserve.internal.v1.GetLedgerResponse\x12N\n\x05\x44rain\x12!.pdserve.internal.v1.DrainRequest\x1a\".pdserve.internal.v1.DrainResponse\x12\x63\n\x0cInflictChaos\x12(.pdserve.internal.v1.InflictChaosRequest\x1a).pdserve.internal.v1.InflictChaosResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,19 +53,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKREQUEST']._serialized_start=488
   _globals['_WORKREQUEST']._serialized_end=868
   _globals['_STEERING']._serialized_start=871
-  _globals['_STEERING']._serialized_end=1131
-  _globals['_STEERING_LOGITBIASENTRY']._serialized_start=1083
-  _globals['_STEERING_LOGITBIASENTRY']._serialized_end=1131
-  _globals['_TICKET']._serialized_start=1133
-  _globals['_TICKET']._serialized_end=1217
-  _globals['_TOKEN']._serialized_start=1220
-  _globals['_TOKEN']._serialized_end=1365
-  _globals['_CANDIDATE']._serialized_start=1367
-  _globals['_CANDIDATE']._serialized_end=1413
-  _globals['_SCORED']._serialized_start=1415
-  _globals['_SCORED']._serialized_end=1516
-  _globals['_FAILURE']._serialized_start=1518
-  _globals['_FAILURE']._serialized_end=1558
-  _globals['_WORKERSERVICE']._serialized_start=1561
-  _globals['_WORKERSERVICE']._serialized_end=1931
+  _globals['_STEERING']._serialized_end=1178
+  _globals['_STEERING_LOGITBIASENTRY']._serialized_start=1130
+  _globals['_STEERING_LOGITBIASENTRY']._serialized_end=1178
+  _globals['_GRAMMAR']._serialized_start=1180
+  _globals['_GRAMMAR']._serialized_end=1217
+  _globals['_TICKET']._serialized_start=1219
+  _globals['_TICKET']._serialized_end=1303
+  _globals['_TOKEN']._serialized_start=1306
+  _globals['_TOKEN']._serialized_end=1451
+  _globals['_CANDIDATE']._serialized_start=1453
+  _globals['_CANDIDATE']._serialized_end=1499
+  _globals['_SCORED']._serialized_start=1501
+  _globals['_SCORED']._serialized_end=1602
+  _globals['_FAILURE']._serialized_start=1604
+  _globals['_FAILURE']._serialized_end=1644
+  _globals['_WORKERSERVICE']._serialized_start=1647
+  _globals['_WORKERSERVICE']._serialized_end=2017
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from transformers import generation as hf
 from engine.logprobs import scored
 from engine.pilot import pilot_of
 from engine.sampler import Step, sample
+from pdserve.grammar import Grammars
 from pdserve.request import Candidate, Sampling, Token, WorkRequest
 from pdserve.steering import Steering
 
@@ -23,7 +24,7 @@ def rows(count: int) -> torch.Tensor:
 def draw(row: torch.Tensor, number: int = 0, **changes: Any) -> Token:
     sampling = Sampling(**changes.pop("sampling", {"temperature": 0.0}))
     work = WorkRequest("r", PROMPT, len(PROMPT), sampling, 100, **changes)
-    (token,) = sample(row[None], [Step(work, number, pilot_of(work, VOCAB))])
+    (token,) = sample(row[None], [Step(work, number, pilot_of(work, VOCAB, Grammars()))])
     return token
 
 

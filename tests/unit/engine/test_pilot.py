@@ -10,6 +10,7 @@ from transformers import generation as hf
 from engine.pilot import Pilot, pilot_of
 from engine.sampler import Step, _noisy_argmax, _row_key, sample
 from pdserve.errors import InvalidRequest, NoTokenLeft
+from pdserve.grammar import Grammars
 from pdserve.request import Sampling, Token, WorkRequest, check
 from pdserve.steering import Steering
 
@@ -45,7 +46,7 @@ def request(steering: dict[str, Any], **changes: Any) -> WorkRequest:
 
 
 def pilot(work: WorkRequest) -> Pilot:
-    made = pilot_of(work, VOCAB)
+    made = pilot_of(work, VOCAB, Grammars())
     assert made is not None
     return made
 
@@ -84,11 +85,14 @@ def test_logits_are_those_of_transformers(steering: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.6, "top_k": 40, "top_p": 0.9}])
-def test_the_token_is_that_of_the_chain_in_the_documented_order(sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize("steering", [ALL, ALL | {"allowed_token_ids": tuple(range(11, 390, 17))}], ids=["most", "few"])
+def test_the_token_is_that_of_the_chain_in_the_documented_order(
+    sampling: dict[str, Any], steering: dict[str, Any]
+) -> None:
     for number, row in enumerate(rows(30)):
-        work = request(ALL, sampling={"seed": number, **sampling}, min_tokens=50, stop_token_ids=frozenset({20}))
+        work = request(steering, sampling={"seed": number, **sampling}, min_tokens=50, stop_token_ids=frozenset({20}))
         work = work.resumed(EMITTED)
-        scores = reference(row, ALL)[None]
+        scores = reference(row, steering)[None]
         scores = hf.MinNewTokensLengthLogitsProcessor(len(PROMPT), 50, 20)(torch.tensor([work.token_ids]), scores)
         if (temperature := work.sampling.temperature) > 0:
             scores = hf.TemperatureLogitsWarper(temperature)(torch.empty(0), scores)
@@ -125,7 +129,7 @@ def test_the_models_logits_stay_as_they_are(steering: dict[str, Any]) -> None:
 def test_where_no_token_is_left_there_is_a_problem() -> None:
     stops = frozenset({3, 4})
     work = request({"allowed_token_ids": (3, 4)}, min_tokens=2, stop_token_ids=stops)
-    with pytest.raises(NoTokenLeft, match="token 0"):
+    with pytest.raises(NoTokenLeft, match="token 0 of"):
         pilot(work).check()
     pilot(work.resumed([9, 9])).check()
     with pytest.raises(NoTokenLeft):
@@ -134,7 +138,7 @@ def test_where_no_token_is_left_there_is_a_problem() -> None:
 
 def test_who_asks_for_nothing_has_no_pilot() -> None:
     work = WorkRequest("r", PROMPT, len(PROMPT), Sampling(), 100)
-    assert pilot_of(work, VOCAB) is None
+    assert pilot_of(work, VOCAB, Grammars()) is None
     with pytest.raises(AssertionError, match="needs its pilot"):
         sample(rows(1), [Step(request(ALL), 0)])
 

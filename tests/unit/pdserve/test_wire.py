@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.internal.v1 import worker_pb2
 from pdserve.request import Candidate, Sampling, Scored, Token, WorkRequest
-from pdserve.steering import Steering
+from pdserve.steering import Grammar, Steering
 from pdserve.wire import (
     request_from_wire,
     request_to_wire,
@@ -18,7 +18,12 @@ from pdserve.wire import (
 
 PLAIN = WorkRequest("r", (5, 6), 1, Sampling(0.5, 3, 0.9, 0.1, 2**64 - 1), 9, 2, frozenset({7, 1}), 20)
 STEERED = WorkRequest(
-    "r", (5,), 1, Sampling(), 9, steering=Steering(1.1, 0.2, -0.3, ((1, 0.5), (7, -2.0)), (1, 2, 3), (4,))
+    "r",
+    (5,),
+    1,
+    Sampling(),
+    9,
+    steering=Steering(1.1, 0.2, -0.3, ((1, 0.5), (7, -2.0)), (1, 2, 3), (4,), Grammar("regex", "é+")),
 )
 
 

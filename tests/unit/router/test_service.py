@@ -45,6 +45,7 @@ async def test_half_characters_wait_and_the_last_delta_brings_them(served: Serve
             pb.FINISH_REASON_STOP,
         ),
         (9, "stop_token", pb.Stopping(stop_token_ids=[9]), pb.StopMatch(stop_token_id=9), pb.FINISH_REASON_STOP),
+        (9, "grammar", pb.Stopping(max_tokens=9), pb.StopMatch(grammar=True), pb.FINISH_REASON_STOP),
         (9, "length", pb.Stopping(max_tokens=3), pb.StopMatch(max_tokens=3), pb.FINISH_REASON_LENGTH),
         (9, "length", pb.Stopping(max_tokens=999), pb.StopMatch(context_window=64), pb.FINISH_REASON_LENGTH),
         (TOY_EOS_ID, "length", pb.Stopping(max_tokens=3), pb.StopMatch(max_tokens=3), pb.FINISH_REASON_LENGTH),

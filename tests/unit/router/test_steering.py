@@ -8,7 +8,8 @@ from pdserve.errors import InvalidRequest
 from pdserve.request import WorkRequest
 from pdserve.steering import Steering
 from pdserve.v1 import generation_pb2 as pb
-from router.validation import plan
+from router.tokenizer import TextModel
+from router.validation import ServedModel, plan
 from tests.toy_tokenizer import TOY_EOS_ID
 from tests.unit.router.test_validation import MODEL
 
@@ -65,3 +66,34 @@ def test_min_tokens_need_a_token_that_does_not_end_the_completion() -> None:
     with pytest.raises(InvalidRequest, match="min_tokens"):
         planned(pb.Stopping(min_tokens=1), allowed_token_ids=[TOY_EOS_ID])
     planned(pb.Stopping(min_tokens=1), allowed_token_ids=[TOY_EOS_ID, 5])
+
+
+def refused(**fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        plan(pb.GenerateRequest(text="hello", **fields), MODEL, "label")
+    return caught.value
+
+
+def test_grammars_reach_the_workers_as_text() -> None:
+    for kind, text in (("json_schema", '{"type": "null"}'), ("regex", "é+"), ("lark", 'start: "a"')):
+        request = pb.GenerateRequest(text="hello", grammar=pb.Grammar(**{kind: text}))
+        steering = plan(request, MODEL, "label").work.steering
+        assert steering is not None
+        assert steering.grammar is not None
+        assert (steering.grammar.kind, steering.grammar.text) == (kind, text)
+
+
+def test_what_is_no_grammar_is_refused_before_any_worker_is_asked() -> None:
+    error = refused(grammar=pb.Grammar(json_schema='{"type": "array", "uniqueItems": true}'))
+    assert (error.field, "uniqueItems" in error.problem) == ("grammar.json_schema", True)
+    assert refused(grammar=pb.Grammar(regex="(")).field == "grammar.regex"
+    assert refused(grammar=pb.Grammar(lark="start: x")).field == "grammar.lark"
+    assert "set one of json_schema, regex, lark" in refused(grammar=pb.Grammar()).problem
+    assert "65537 bytes; at most 65536" in refused(grammar=pb.Grammar(regex="a" * 65537)).problem
+
+
+def test_a_model_without_tokenizer_has_no_grammars() -> None:
+    bare = ServedModel(MODEL.card, TextModel(), 1000)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), grammar=pb.Grammar(regex="a"))
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        plan(request, bare, "label")
