@@ -14,7 +14,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pdserve.errors import InvalidRequest
-from pdserve.steering import Grammar
+from pdserve.steering import GRAMMAR_KINDS, Grammar
 
 # Between the parts of a JSON text; unbounded, small models would go on with it for ever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -112,6 +112,8 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
+        case _:  # of a router that is newer than this worker
+            raise InvalidRequest("grammar", f"{grammar.kind!r} is unknown here; send one of {', '.join(GRAMMAR_KINDS)}")
 
 
 def _schema_source(grammar: Grammar) -> str:

@@ -31,6 +31,7 @@ from prefill_worker.commands import (
 )
 from transport.base import SendLink, SendLinks
 
+SCORES_PER_MESSAGE = 256  # at most 70 kB, whatever the chunk
 LINK_WAIT_S = 3.0  # a decode worker that has just registered gets its link within this time
 
 _Event = PromptScored | Sampled | Done | Failed
@@ -114,8 +115,10 @@ async def _answer(events: asyncio.Queue[_Event], context: _Context) -> None:
                 sampled = prefill_pb2.Sampled(token=first, computed_tokens=computed, cached_tokens=cached)
                 await context.write(prefill_pb2.PrefillResponse(sampled=sampled))
             case PromptScored(_, tokens):
-                scores = prefill_pb2.PromptScores(tokens=map(scored_to_wire, tokens))
-                await context.write(prefill_pb2.PrefillResponse(scores=scores))
+                for start in range(0, len(tokens), SCORES_PER_MESSAGE):
+                    scores = map(scored_to_wire, tokens[start : start + SCORES_PER_MESSAGE])
+                    message = prefill_pb2.PromptScores(tokens=scores)
+                    await context.write(prefill_pb2.PrefillResponse(scores=message))
             case Done(_, kv_bytes, payloads):
                 pushed = prefill_pb2.Pushed(kv_bytes=kv_bytes, payloads=payloads)
                 await context.write(prefill_pb2.PrefillResponse(pushed=pushed))

@@ -1,17 +1,20 @@
 """Structured output through the whole relay in one process, cut at tokens as a killed worker would cut it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 from engine.load import Engine
-from pdserve.errors import AlreadyComplete, InvalidRequest
-from pdserve.request import WorkRequest
+from pdserve.errors import AlreadyComplete, InvalidRequest, NoTokenLeft
+from pdserve.request import Token, WorkRequest
+from pdserve.steering import Grammar, Steering
+from router.record import RequestRecord
 from tests.inprocess import in_process, reference
 from tests.json_schemas import random_schema
-from tests.structured import structured, structured_engine, text_of
+from tests.structured import TOKENIZER, structured, structured_engine, text_of
 from tests.toy import toy_engine
 
 
@@ -52,3 +55,23 @@ async def test_a_whole_answer_cannot_be_resumed(engines: list[Engine]) -> None:
         with pytest.raises(InvalidRequest, match="do not follow the grammar"):
             await cluster.complete(work.resumed([9, 9]))
         await cluster.assert_clean()
+
+
+@pytest.mark.parametrize(("text", "num_before"), [("!!-", 0), ("-!", 1), ("(-){2}!", 2), ("(-){7}!", 7)])
+async def test_where_no_token_is_left_amid_an_answer_it_ends_with_the_reason(
+    engines: list[Engine], text: str, num_before: int
+) -> None:
+    (mark,) = TOKENIZER.encode("!").ids
+    steering = Steering(grammar=Grammar("regex", text), banned_token_ids=(mark,))
+    work = replace(structured({}, 0), steering=steering)
+    tokens: list[Token] = []
+    async with in_process(engines[:1], engines[1:2]) as cluster:
+
+        async def answer() -> None:
+            async for token in cluster.pipeline.generate(work, 0, RequestRecord(arrived=0.0)):
+                tokens.append(token)
+
+        with pytest.raises(NoTokenLeft, match=f"token {num_before} of the completion"):
+            await answer()
+        await cluster.assert_clean()
+    assert text_of([token.token_id for token in tokens]) == "-" * num_before

@@ -8,7 +8,9 @@ import pytest
 
 from pdserve.errors import InvalidRequest
 from pdserve.grammar import Grammars, Matcher, check_grammar
-from pdserve.steering import Grammar, GrammarKind
+from pdserve.request import Sampling, WorkRequest
+from pdserve.steering import Grammar, GrammarKind, Steering
+from pdserve.wire import request_from_wire, request_to_wire
 from tests.toy_tokenizer import TOY_EOS_ID, TOY_VOCAB_SIZE, toy_tokenizer, write_toy_tokenizer
 
 PAIR = {
@@ -127,3 +129,13 @@ def test_a_model_without_usable_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="100 vs 512"):
         Grammars.load(tmp_path, 100, ()).begin(Grammar("regex", "a"))
     assert Grammars.load(tmp_path, 600, ()).begin(Grammar("regex", "a")).allowed()
+
+
+def test_a_kind_from_the_future_is_refused_by_name(grammars: Grammars) -> None:
+    wire = request_to_wire(WorkRequest("r", (5,), 1, Sampling(), 9, steering=Steering(grammar=Grammar("regex", "a"))))
+    wire.steering.grammar.kind = "ebnf"
+    steering = request_from_wire(wire).steering
+    assert steering is not None
+    assert steering.grammar is not None
+    with pytest.raises(InvalidRequest, match="'ebnf' is unknown here"):
+        grammars.begin(steering.grammar)
