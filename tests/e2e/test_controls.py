@@ -1,7 +1,10 @@
 """Every control through a whole cluster, against transformers where it has it, and from where a client was cut off."""
 
+import asyncio
 import json
+import os
 import random
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -209,3 +212,24 @@ async def test_what_leaves_no_token_is_an_error_of_the_request(cluster: Cluster)
     with pytest.raises(grpc.aio.AioRpcError, match="token 0 of the completion") as caught:
         await cluster.generate(asked({"banned_token_ids": mark}, grammar=pb.Grammar(regex="!+")))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_killed_worker_leaves_every_answer_as_it_would_have_been(cluster: Cluster) -> None:
+    strings = {"type": "string", "minLength": 1, "maxLength": 8}
+    schema = {"type": "array", "items": {"anyOf": [strings, {"enum": [None, "é"]}]}, "minItems": 40, "maxItems": 60}
+    grammar, stopping = pb.Grammar(json_schema=json.dumps(schema)), pb.Stopping(max_tokens=440)
+    bias = dict(BIAS) | {TOKENIZER.encode("\\").ids[0]: 7.0}  # so that most cuts are inside an escape
+    requests = [asked({"seed": seed, "logit_bias": bias}, grammar=grammar, stopping=stopping) for seed in range(8)]
+    expected = await cluster.generate_all(requests, concurrency=8)
+    victim = next(worker.pid for worker in cluster.status().workers if worker.id == "decode-0")
+    answers = [Answer() for _ in requests]
+    tasks = [asyncio.create_task(cluster.follow(*each)) for each in zip(requests, answers, strict=True)]
+    async with asyncio.timeout(60):
+        while not all(len(answer.token_ids) > 5 for answer in answers):
+            await asyncio.sleep(0.005)
+    os.kill(victim, signal.SIGKILL)
+    await asyncio.gather(*tasks)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+    for answer in answers:
+        jsonschema.validate(json.loads(answer.text), schema)
+    assert any(answer.finished and answer.finished.usage.resumes for answer in answers)
