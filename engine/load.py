@@ -5,7 +5,7 @@
 The folder is not needed afterwards.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ from engine.runner import Runner
 from engine.self_test import is_path_invariant
 from engine.weights import fingerprint, load_weights
 from pdserve.errors import ConfigError
+from pdserve.grammar import Grammars
 from pdserve.model_card import KvLayout, ModelCard
 
 PAGE_TOKENS = 16
@@ -48,6 +49,7 @@ class Engine:
     card: ModelCard
     runner: Runner
     cache: KvCache
+    grammars: Grammars = field(default_factory=Grammars)
 
 
 def load_engine(config: EngineConfig) -> Engine:
@@ -69,7 +71,8 @@ def load_engine(config: EngineConfig) -> Engine:
         kv_layout=layout,
         exact=kernels.exact and is_path_invariant(model, layout, device),
     )
-    return Engine(card, Runner(model, cache), cache)
+    grammars = Grammars.load(Path(config.model_path), card.vocab_size, card.eos_token_ids)
+    return Engine(card, Runner(model, cache), cache, grammars)
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -77,6 +77,18 @@ class Forward:
             if self.is_complete:
                 runner.tally.pass_done(self._work)
 
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return self._runner.model.config.vocab_size
+
+    @torch.inference_mode()
+    def logits_of(self, rows: slice) -> Tensor:
+        """fp32 [rows, vocab] of any rows of the batch, once all layers are done."""
+        assert self.is_complete
+        self._runner.progress += 1
+        return self._runner.model.head(self._hidden[rows])
+
     @torch.inference_mode()
     def logits(self) -> Tensor:
         """fp32 [R, vocab], once all layers are done."""

@@ -2,6 +2,8 @@
 
     PdserveError                 INTERNAL             the root; never raised itself
     ├── InvalidRequest           INVALID_ARGUMENT     a field of the request is wrong: names it and says what is allowed
+    ├── NoTokenLeft              INVALID_ARGUMENT     what the request allows and bans leaves no token to choose
+    ├── AlreadyComplete          INVALID_ARGUMENT     the tokens of a resume complete the grammar: nothing can follow
     ├── ModelNotFound            NOT_FOUND            no such model here
     ├── DeadlineExceeded         DEADLINE_EXCEEDED    the client's deadline passed
     ├── Cancelled                CANCELLED            the client went away or cancelled
@@ -38,6 +40,18 @@ class InvalidRequest(PdserveError):
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+
+class NoTokenLeft(PdserveError):
+    """What the request allows and bans leaves no token to go on with."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class AlreadyComplete(PdserveError):
+    """The tokens so far complete the request's grammar. No fault: the router knows that the answer is whole."""
+
+    status = "INVALID_ARGUMENT"
 
 
 class ModelNotFound(PdserveError):
@@ -130,6 +144,16 @@ def from_wire(kind: str, message: str) -> PdserveError:
     if kind == "QueueFull":
         return QueueFull(message, retry_after_s=1.0)
     legs = (LegFailed, WorkerLost, LinkDown, Preempted, Draining)
-    plain = (ModelNotFound, DeadlineExceeded, Cancelled, NoCapacity, Unavailable, UnknownTicket, *legs)
+    plain = (
+        NoTokenLeft,
+        AlreadyComplete,
+        ModelNotFound,
+        DeadlineExceeded,
+        Cancelled,
+        NoCapacity,
+        Unavailable,
+        UnknownTicket,
+        *legs,
+    )
     by_name = {cls.__name__: cls for cls in (*plain, ProtocolError, Incompatible, ConfigError)}
     return by_name.get(kind, PdserveError)(message)

@@ -121,7 +121,7 @@ async def test_a_client_that_does_not_read_stops_the_pulling(served: Served, cap
 
     async def broad(work: WorkRequest, record: RequestRecord) -> AsyncIterator[Token]:
         for number in range(20_000):
-            yield Token(number, 40, wide)
+            yield Token(number, 40, wide, logprob=-1.0)
 
     served.pipeline.script = broad
     call = served.stub.Generate(pb.GenerateRequest(text="x", top_logprobs=20))
