@@ -12,6 +12,7 @@
     ├── Unavailable              UNAVAILABLE          nobody can serve it now
     │   └── LegFailed            UNAVAILABLE          one leg of an attempt ended before its time: the router resumes
     │       ├── WorkerLost       UNAVAILABLE          a worker died, got stuck or was replaced
+    │       │   └── WorkerSilent UNAVAILABLE          nothing is heard of it: dead, or only slow
     │       ├── LinkDown         UNAVAILABLE          the link between two workers broke
     │       ├── Preempted        UNAVAILABLE          a decode worker needed the pages for older requests
     │       └── Draining         UNAVAILABLE          the worker is about to leave the cluster
@@ -102,6 +103,10 @@ class WorkerLost(LegFailed):
     """A worker died, got stuck, or was replaced by a new incarnation."""
 
 
+class WorkerSilent(WorkerLost):
+    """No beat for too long. It may be alive: a machine that stands still, not a request, makes workers silent."""
+
+
 class LinkDown(LegFailed):
     """The link between a prefill and a decode worker broke."""
 
@@ -143,7 +148,7 @@ def from_wire(kind: str, message: str) -> PdserveError:
         return InvalidRequest(field, problem)
     if kind == "QueueFull":
         return QueueFull(message, retry_after_s=1.0)
-    legs = (LegFailed, WorkerLost, LinkDown, Preempted, Draining)
+    legs = (LegFailed, WorkerLost, WorkerSilent, LinkDown, Preempted, Draining)
     plain = (
         NoTokenLeft,
         AlreadyComplete,

@@ -1,7 +1,7 @@
 """The heartbeat of a worker: what it says of itself every 150 ms, and the part of WorkerService that says it.
 
-The engine's thread bumps `progress` per layer; the asyncio side sends the beat. A router that hears none for three
-quarters of a second, or sees a frozen counter in a long step, declares the worker dead.
+The engine's thread bumps `progress` per layer; the asyncio side sends the beat. A router that hears none for most
+of a second, or sees a frozen counter in a long step, declares the worker dead.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from pdserve.speed import Limits, Work
 from pdserve.v1 import cluster_pb2
 
 BEAT_INTERVAL_S = 0.15
-SILENCE_LIMIT_S = 0.75  # counted from the last beat: with the time to notice it, dead within a second
+SILENCE_LIMIT_S = 0.8  # counted from the last beat: with the time to notice it, dead within a second
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from pdserve.errors import WorkerLost
+from pdserve.errors import WorkerLost, WorkerSilent
 from pdserve.internal.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.membership import WorkerInfo
 from pdserve.vitals import SILENCE_LIMIT_S
@@ -123,7 +123,7 @@ class Heartbeat:
         if not reading.done():
             await asyncio.wait({reading}, timeout=GRACE_S if late_s < LATE_S else CATCH_UP_S)
         if not reading.done():
-            raise WorkerLost(f"{self._info.id}: no beat for {limit_s:g} s")
+            raise WorkerSilent(f"{self._info.id}: no beat for {limit_s:g} s")
         self._reading = None
         try:
             beat = reading.result()
