@@ -46,7 +46,7 @@ class Plan:
 def toy_plan(folder: Path, minutes: float, num_sets: int = 6) -> Plan:
     """A random model of 512 tokens; a chunk takes it a tenth of a second, so that prefill can be hit."""
     write_toy_model(
-        folder / "toy", max_position_embeddings=4096, num_hidden_layers=6, hidden_size=320, intermediate_size=800
+        folder / "toy", max_position_embeddings=4096, num_hidden_layers=6, hidden_size=256, intermediate_size=640
     )
     write_toy_tokenizer(folder / "toy")
     return Plan(

@@ -38,7 +38,7 @@ class Shape:
 
     num_talkers: int = 5
     num_readers: int = 11
-    talker_tokens: int = 500
+    talker_tokens: int = 350
     reader_prompt: tuple[int, int] = (70, 120)  # several are prefilled in one chunk
     long_prompt: int = 1100  # of one reader: several chunks
     reader_tokens: int = 24
