@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from engine.config_file import read_config
 from engine.gguf_file import GgufFile
 from engine.gguf_import import convert_gguf
 from engine.gguf_tensors import to_bfloat16
-from engine.model_config import read_config
 from engine.weights import load_weights
 from pdserve.errors import ConfigError
 from tests.toy_gguf import HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB, toy_gguf_tensors, write_toy_gguf
@@ -96,7 +96,12 @@ def test_every_quantization_gives_the_rounded_values_of_the_reference(tmp_path: 
 def test_the_engine_accepts_the_folder(tmp_path: Path, folder: Path) -> None:
     convert(write_toy_gguf(tmp_path / "m.gguf"), folder)
     config = read_config(folder)
-    assert (config.window, config.rms_eps, config.rope_theta, config.eos_token_ids) == (512, 1e-5, 10000.0, (2,))
+    assert (config.window, config.rms_eps, config.layers[0].rope.theta, config.eos_token_ids) == (
+        512,
+        1e-5,
+        10000.0,
+        (2,),
+    )
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
     assert len(load_weights(folder, config)) == 2 + 2 * 9
 

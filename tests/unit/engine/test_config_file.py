@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.model_config import Llama3Rope, ModelConfig, read_config
+from engine.config_file import read_config
+from engine.model_config import LayerConfig, Llama3Rope, ModelConfig, Rope
 from pdserve.errors import ConfigError
 from tests.toy import toy_config, toy_config_json
 
@@ -28,22 +29,23 @@ def refusal(folder: Path, **changes: Any) -> str:
 
 def test_reads_the_toy_config(tmp_path: Path) -> None:
     config = toy_config(tmp_path)
-    assert config == ModelConfig("LlamaForCausalLM", 512, 64, 160, 3, 4, 2, 16, 512, 1e-5, 10000.0, None, False, (2,))
+    layers = (LayerConfig(Rope(10000.0, 16)),) * 3
+    assert config == ModelConfig("LlamaForCausalLM", 512, 64, 160, 4, 2, 16, 512, 1e-5, False, layers, 0.25, (2,))
     assert (config.q_size, config.kv_size) == (64, 32)
 
 
 def test_absent_keys_take_the_defaults_of_the_format(tmp_path: Path) -> None:
     names = ["num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings", "rms_norm_eps", "eos_token_id"]
     config = toy_config(tmp_path, **dict.fromkeys(names))
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10000.0)
+    assert (config.num_kv_heads, config.head_dim, config.layers[0].rope.theta) == (4, 16, 10000.0)
     assert (config.tie_embeddings, config.rms_eps, config.eos_token_ids) == (False, 1e-6, ())
 
 
 def test_rope_old_and_new_spelling(tmp_path: Path) -> None:
     scaling = Llama3Rope(32.0, 1.0, 4.0, 8192)
-    assert toy_config(tmp_path, rope_scaling=LLAMA3).rope_scaling == scaling
+    assert toy_config(tmp_path, rope_scaling=LLAMA3).layers[2].rope == Rope(10000.0, 16, scaling)
     new = toy_config(tmp_path, rope_theta=None, rope_parameters=LLAMA3 | {"rope_theta": 5e5})
-    assert (new.rope_theta, new.rope_scaling) == (5e5, scaling)
+    assert new.layers[2].rope == Rope(5e5, 16, scaling)
     assert "rope_type" in refusal(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
     assert "factor must be" in refusal(tmp_path, rope_scaling={"rope_type": "llama3"})
     assert "attention_factor" in refusal(tmp_path, rope_scaling=LLAMA3 | {"attention_factor": 2.0})
