@@ -25,16 +25,26 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
     for index, layer in enumerate(config.layers):
-        for name, shape in (*_norms(config), *_attention(config), *_layer_mlp(config, layer)):
-            shapes[layer_prefix(index) + name] = shape
+        shapes |= {layer_prefix(index) + name: shape for name, shape in _layer(config, layer)}
     return shapes
 
 
-def _norms(config: ModelConfig) -> Shapes:
+def _layer(config: ModelConfig, layer: LayerConfig) -> Shapes:
     names = config.names
-    for name in (names.attention_norm, names.attention_end_norm, names.mlp_norm, names.mlp_end_norm):
-        if name is not None:
-            yield f"{name}.weight", (config.hidden_size,)
+    yield from _norm(names.attention_norm, config)
+    yield from _attention(config)
+    yield from _norm(names.attention_end_norm, config)
+    yield from _norm(names.mlp_norm, config)
+    if layer.experts is None:
+        yield from _mlp(names.mlp, config.hidden_size, config.intermediate_size)
+    else:
+        yield from _experts(config, layer.experts)
+    yield from _norm(names.mlp_end_norm, config)
+
+
+def _norm(name: str | None, config: ModelConfig) -> Shapes:
+    if name is not None:
+        yield f"{name}.weight", (config.hidden_size,)
 
 
 def _attention(config: ModelConfig) -> Shapes:
@@ -44,12 +54,6 @@ def _attention(config: ModelConfig) -> Shapes:
     if config.qk_norm:
         for name in HEAD_NORMS:
             yield f"{name}.weight", (config.head_dim,)
-
-
-def _layer_mlp(config: ModelConfig, layer: LayerConfig) -> Shapes:
-    if layer.experts is None:
-        return _mlp(config.names.mlp, config.hidden_size, config.intermediate_size)
-    return _experts(config, layer.experts)
 
 
 def _experts(config: ModelConfig, experts: Experts) -> Shapes:

@@ -100,7 +100,7 @@ def _next_chunk(text: list[int], start: int, page_ids: Sequence[int]) -> Chunk:
 
 @torch.inference_mode()
 def _compare_text(reference: Any, token_ids: list[int], num_prompt: int, logits: Tensor) -> Score:
-    expected = reference(torch.tensor([token_ids[:-1]])).logits[0, num_prompt - 1 :]
+    expected = reference(torch.tensor([token_ids[:-1]]), logits_to_keep=len(logits)).logits[0]
     best = expected.topk(2).values
     differs = expected.argmax(-1) != torch.tensor(token_ids[num_prompt:])
     is_tie = best[:, 0] - best[:, 1] < TIE

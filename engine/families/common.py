@@ -66,7 +66,7 @@ def read_layer_types(keys: Keys, num_layers: int, slides: list[bool]) -> list[bo
     types = keys.get("layer_types")
     if types is None:
         return slides
-    if not isinstance(types, list) or len(types) != num_layers or not all(kind in kinds for kind in types):
+    if not isinstance(types, list) or len(types) != num_layers or not {*map(str, types)} <= kinds.keys():
         raise keys.wrong("layer_types", types, f"a list of {num_layers} of: {', '.join(kinds)}")
     return [kinds[kind] for kind in types]
 

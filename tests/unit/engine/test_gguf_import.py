@@ -204,7 +204,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "expected"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported (llama is)"),
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported (llama, gemma3 are)"),
         ({"llama.block_count": None}, "metadata key llama.block_count is missing"),
         ({"llama.block_count": 3}, "tensor 'blk.2.attn_norm.weight' is missing (9 of 29 are)"),
         ({"llama.block_count": 1}, "tensor 'blk.1.attn_norm.weight' is not supported"),
@@ -216,7 +216,8 @@ def test_smollm2_knows_the_capital_of_france(smollm2_folder: Path) -> None:
         ({"llama.rope.freq_base": float("nan")}, "metadata key llama.rope.freq_base should be a finite number"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn' is not supported"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer model 'llama' is not supported"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer model 'bert' is not supported"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.add_space_prefix is not supported"),
         ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken' is not supported (gpt-2, smollm are)"),
         ({"tokenizer.ggml.merges": ["a"]}, "merge 'a' is not made of tokens"),
         ({"tokenizer.ggml.merges": [1, 2]}, "tokenizer.ggml.merges should be a list of strings"),

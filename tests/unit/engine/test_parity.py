@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +60,21 @@ def test_a_wrong_model_would_be_noticed(tmp_path: Path, family: str, changes: di
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     score = compare(engine, reference_of(tmp_path), random_prompts(VOCAB_SIZE, (80,), seed=1), 8)
     assert not score.holds
+
+
+@pytest.mark.parametrize(("gap", "ties", "wrong"), [(0.5e-4, 1, 0), (2e-4, 0, 1)])
+def test_a_near_tie_is_counted_and_anything_else_is_wrong(tmp_path: Path, gap: float, ties: int, wrong: int) -> None:
+    """A reference whose best token at one position is another than ours, by so much."""
+    engine, reference = toy_engine(write_toy_model(tmp_path)), reference_of(tmp_path)
+
+    def changed(token_ids: torch.Tensor, logits_to_keep: int) -> SimpleNamespace:
+        logits = reference(token_ids, logits_to_keep=logits_to_keep).logits
+        best, second = logits[0, 4].topk(2).indices.tolist()
+        logits[0, 4, second] = logits[0, 4, best] + gap
+        return SimpleNamespace(logits=logits)
+
+    score = compare(engine, changed, random_prompts(VOCAB_SIZE, (10,), seed=1), 8)
+    assert (score.num_ties, score.num_wrong) == (ties, wrong)
 
 
 @pytest.mark.slow
