@@ -160,10 +160,11 @@ async def test_close_fails_what_waits() -> None:
         pushed = push(p.link, 1)
         offer = await p.offer()
         await p.decode.close()
-        with pytest.raises(LinkDown, match="decode is closing"):
-            await pushed
-        with pytest.raises(LinkDown):
-            await offer.landed
+        for lost in (pushed, offer.landed):
+            with pytest.raises(LinkDown, match="decode is closing"):
+                await lost
+        with pytest.raises(LinkDown, match="link to decode-0: decode is closing"):
+            await p.prefill.wait_up(DECODE, 0.2)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
