@@ -35,8 +35,8 @@ soak: $(VENV)/.dev  ## Five minutes of requests that mostly go away, audited
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 mutants: $(VENV)/.dev  ## Which changes of the protocol's code no test notices (hours); ARGS="'router.pipeline.*'" for one file
-	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children 2 $(ARGS)
-	$(BIN)/mutmut results
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.mutants run --max-children 2 $(ARGS)
+	$(BIN)/python -m scripts.mutants results
 
 check: $(VENV)/.dev  ## Formatting, lint, types, layers, wire contract
 	$(BIN)/ruff format --check .
