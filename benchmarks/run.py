@@ -1,4 +1,5 @@
-"""`make bench`: what a cluster of one prefill and one decode worker does on this machine, beside the machine's floors.
+"""`make bench`: what a cluster of one prefill and one decode worker does on this machine, beside the machine's floors
+(`pdserve doctor`).
 
     python -m benchmarks.run [--model smollm2] [--out FILE.json]
 
@@ -26,7 +27,7 @@ from benchmarks.load import closed_loop, request
 from pdserve.v1 import generation_pb2 as pb
 from pdserve.v1 import generation_pb2_grpc
 
-WEIGHTS = 134_515_008  # of SmolLM2-135M; the embedding counts, as the lm_head reads it
+SHORT = (128, 64)  # tokens of prompt and completion where TPOT is measured
 READY_LIMIT_S = 120.0
 
 
@@ -89,25 +90,32 @@ def machine() -> str:
     return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def measure(flags: Sequence[str]) -> dict[str, Any]:
+def measure(model: str, dtype: str) -> dict[str, Any]:
     """Everything, with the floors measured just before."""
-    floors = json.loads(subprocess.check_output([sys.executable, "-m", "benchmarks.floors"]))
-    with cluster(flags) as (address, ready_s):
-        model = model_of(address)
-        element_bytes = 2 if model.dtype == "bfloat16" else 4
+    floors = doctor(model, dtype)
+    with cluster(["--model", model, "--dtype", dtype]) as (address, ready_s):
+        served = model_of(address)
         return {
             "machine": machine(),
             "python": platform.python_version(),
-            "dtype": model.dtype,
-            "exact": model.exact,
+            "dtype": served.dtype,
+            "exact": served.exact,
             "floors": floors,
-            "decode_floor_ms": 1000 * WEIGHTS * element_bytes / floors["read_bytes_per_s"],
-            "prefill_floor_ms": {n: 1000 * 2 * WEIGHTS * n / floors["flops_per_s"] for n in (512, 2000)},
+            "decode_floor_ms": floors["decode"][0]["floor_ms"],
+            "prefill_floor_ms": {each["tokens"]: each["floor_ms"] for each in floors["prefill"]},
             "ready_s": ready_s,
-            "short": latency(address, 128, 64, repeats=5),
+            "short": latency(address, *SHORT, repeats=5),
             "ttft": {n: latency(address, n, 2, repeats=3) for n in (512, 2000)},
             "tokens_per_s": {c: [throughput(address, c, num_requests=4 * c) for _ in range(3)] for c in (1, 8, 16)},
         }
+
+
+def doctor(model: str, dtype: str) -> dict[str, Any]:
+    """What `pdserve doctor` measures on this machine, for the lengths of the short requests."""
+    lengths = ["--prompt-tokens", str(SHORT[0]), "--completion-tokens", str(SHORT[1])]
+    command = [sys.executable, "-m", "cluster.cli", "doctor", model, "--dtype", dtype, "--json", *lengths]
+    found: dict[str, Any] = json.loads(subprocess.check_output(command))
+    return found
 
 
 def table(result: dict[str, Any]) -> str:
@@ -146,7 +154,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    result = measure(["--model", arguments.model, "--dtype", arguments.dtype])
+    result = measure(arguments.model, arguments.dtype)
     print(table(result))
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -10,7 +10,16 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from cluster.flags import AuditFlags, ChaosFlags, DrainFlags, GenerateFlags, RouterFlags, UpFlags, flags_of
+from cluster.flags import (
+    AuditFlags,
+    ChaosFlags,
+    DoctorFlags,
+    DrainFlags,
+    GenerateFlags,
+    RouterFlags,
+    UpFlags,
+    flags_of,
+)
 from pdserve import __version__
 from pdserve.errors import ConfigError, InvalidRequest, PdserveError
 
@@ -70,11 +79,32 @@ def generate_command(flags: GenerateFlags) -> None:
 @app.command("status")
 @flags_of(RouterFlags)
 def status_command(flags: RouterFlags) -> None:
-    """Show the workers that a router sees."""
+    """Show the workers that a router sees.
+
+    BUSY, MFU and MBU are of the last five seconds: the share of them inside steps of the engine, and of that time the
+    share of the machine's FLOPs and of its memory bandwidth. `pdserve doctor` explains them.
+    """
     with _errors():
         from cluster.status import status
 
         status(flags)
+
+
+@app.command("doctor")
+@flags_of(DoctorFlags)
+def doctor_command(flags: DoctorFlags) -> None:
+    """Print what this machine allows: floors for a model, how many requests fit, and what the workers reach of it.
+
+    Measures memory bandwidth and matrix products with the threads of one worker (two seconds; on a quiet machine), or
+    takes them from a data sheet. With --address the workers' own measurements count, and their last five seconds.
+
+    No prefill is quicker than its FLOPs, and no decode step quicker than reading weights and KV, or than its FLOPs.
+    The textbook's figures count every parameter twice per token, or read once per step, and nothing else.
+    """
+    with _errors():
+        from cluster.doctor import doctor
+
+        doctor(flags)
 
 
 @app.command("drain")
@@ -83,7 +113,8 @@ def drain_command(flags: DrainFlags) -> None:
     """Let a worker leave the cluster for good.
 
     It takes no new requests; those that run finish, or go on elsewhere after the limit. Returns once the worker has
-    left. SIGTERM to a worker's process does the same, with a limit of 10 s.
+    left; exits with 1 when it was lost before that, and comes back. SIGTERM to a worker's process drains it too, with
+    a limit of 10 s.
     """
     with _errors():
         from cluster.control import drain

@@ -6,7 +6,7 @@ import time
 
 from cluster.flags import ChaosFlags, DrainFlags, Harm
 from cluster.status import CALL_LIMIT_S, cluster_service
-from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.errors import Unavailable
 from pdserve.v1 import cluster_pb2 as pb
 from pdserve.v1 import cluster_pb2_grpc
 
@@ -15,44 +15,40 @@ LEAVE_LIMIT_S = 15.0  # beside the limit for running work: to expel, to say the 
 
 
 def drain(flags: DrainFlags) -> None:
-    """Let a worker leave, and wait until it has. Raises PdserveError."""
+    """Let a worker leave, and wait until it has. Raises PdserveError, also when it was lost before that."""
     asyncio.run(_drain(flags))
 
 
 async def _drain(flags: DrainFlags) -> None:
     async with cluster_service(flags.address) as service:
-        worker = _named(flags.worker, await _status(service))
         began = time.monotonic()
-        request = pb.DrainWorkerRequest(worker=worker.id, limit_s=flags.limit_s, force=flags.force)
-        await service.DrainWorker(request, timeout=CALL_LIMIT_S)
-        _say(f"{worker.id} takes no new work; {worker.load.requests} requests have {flags.limit_s:g} s to finish")
-        try:
-            async with asyncio.timeout(flags.limit_s + LEAVE_LIMIT_S):
-                await _gone(service, worker)
-        except TimeoutError:
-            raise Unavailable(f"{worker.id} is still there after {flags.limit_s + LEAVE_LIMIT_S:g} s") from None
+        request = pb.DrainWorkerRequest(worker=flags.worker, limit_s=flags.limit_s, force=flags.force)
+        told = await service.DrainWorker(request, timeout=CALL_LIMIT_S)
+        _say(f"{flags.worker} takes no new work; {told.requests} requests have {flags.limit_s:g} s to finish")
+        await _gone(service, flags.worker, told.incarnation, flags.limit_s + LEAVE_LIMIT_S)
         took_s = time.monotonic() - began
-        rest = "; what still ran goes on elsewhere" if took_s > flags.limit_s and worker.load.requests else ""
-        _say(f"{worker.id} has left after {took_s:.1f} s{rest}")
+        rest = "; what still ran goes on elsewhere" if took_s > flags.limit_s and told.requests else ""
+        _say(f"{flags.worker} has left after {took_s:.1f} s{rest}")
 
 
-async def _status(service: "cluster_pb2_grpc.ClusterServiceAsyncStub") -> dict[str, pb.WorkerStatus]:
-    status = await service.GetStatus(pb.GetStatusRequest(), timeout=CALL_LIMIT_S)
-    return {worker.id: worker for worker in status.workers}
+async def _gone(
+    service: "cluster_pb2_grpc.ClusterServiceAsyncStub", name: str, incarnation: str, limit_s: float
+) -> None:
+    """Wait until the worker has left. Raises Unavailable when it was lost instead, or has not left in time.
 
-
-def _named(name: str, workers: dict[str, pb.WorkerStatus]) -> pb.WorkerStatus:
-    """The worker of this name, with what it does now. Raises InvalidRequest."""
-    if name not in workers:
-        raise InvalidRequest("worker", f"{name!r} is not there; there are: {', '.join(workers) or 'none'}")
-    return workers[name]
-
-
-async def _gone(service: "cluster_pb2_grpc.ClusterServiceAsyncStub", worker: pb.WorkerStatus) -> None:
-    """Wait until the router does not see the worker any more. Raises Unavailable when it comes back instead."""
-    while (now := (await _status(service)).get(worker.id)) is not None:
-        if now.incarnation != worker.incarnation:
-            raise Unavailable(f"{worker.id} died before it had drained, and has been started again: drain it again")
+    One that is silent has not left: it stands still, or was lost, and comes back.
+    """
+    due = time.monotonic() + limit_s
+    while True:
+        status = await service.GetStatus(pb.GetStatusRequest(), timeout=CALL_LIMIT_S)
+        heard = [worker.incarnation for worker in status.workers if worker.id == name]
+        if any(each != incarnation for each in heard):
+            raise Unavailable(f"{name} was lost before it had drained, and has been started again: drain it again")
+        if not heard and name not in status.silent:
+            return
+        if time.monotonic() > due:
+            state = "still there" if heard else "silent, it stands still or was lost before it had drained,"
+            raise Unavailable(f"{name} is {state} after {limit_s:g} s: drain it again when it is at work")
         await asyncio.sleep(POLL_S)
 
 

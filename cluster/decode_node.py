@@ -3,6 +3,7 @@
 from cluster.chaos import Chaos
 from cluster.drain import Drain
 from cluster.engine_thread import EngineThread
+from cluster.meter import Meter, measured_limits
 from cluster.worker_node import WorkerServer, link_config, load, own_end
 from cluster.worker_service import Control
 from decode_worker import commands
@@ -29,7 +30,8 @@ async def serve_decode(config: NodeConfig) -> str:
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc)
     link_pb2_grpc.add_LinkServiceServicer_to_server(LinkServicer(links), server.grpc)
     chaos = Chaos(config.cluster.chaos, links)
-    control = Control(thread, thread, Drain(worker, commands.Drain(), commands.Expel), chaos)
+    meter = Meter(thread, thread, engine.runner.tally, measured_limits(config))
+    control = Control(thread, meter, Drain(worker, commands.Drain(), commands.Expel), chaos)
     thread.start()
     try:
         return await server.run(

@@ -71,6 +71,7 @@ class EngineThread(Generic[U]):
         self._loop = asyncio.get_running_loop()
         self._stopping = False
         self._step_began = 0.0  # 0: between steps
+        self._steps_s = 0.0  # of all steps that are over
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._audited_at = 0.0
         self._broken: dict[str, None] = {}  # every rule that ever was, in order
@@ -122,7 +123,8 @@ class EngineThread(Generic[U]):
     def _step(self) -> None:
         self._step_began = time.monotonic()
         update = self._worker.step()
-        self._step_began = 0.0
+        began, self._step_began = self._step_began, 0.0
+        self._steps_s += time.monotonic() - began
         if update:
             self._loop.call_soon_threadsafe(self._deliver, update)
         self._make_calls()
@@ -148,6 +150,11 @@ class EngineThread(Generic[U]):
                 _log.error("the ledger of KV pages: %s", problem)
                 self._broken[problem] = None
         return Audit(replace(ledger, problems=tuple(self._broken)), self._worker.page_counts())
+
+    def busy_s(self) -> float:
+        """Time inside steps since the start, the present one included; from the event loop."""
+        began, over_s = self._step_began, self._steps_s
+        return over_s + (time.monotonic() - began if began else 0.0)
 
     def vitals(self, linked: tuple[Incarnation, ...] = ()) -> Vitals:
         """The worker's state at this moment, from the event loop."""

@@ -56,6 +56,38 @@ class RouterFlags:
 
 
 @dataclass(frozen=True)
+class DoctorFlags:
+    """Of `pdserve doctor`. What is None is decided as `pdserve up` does, or measured."""
+
+    model: Annotated[str | None, typer.Argument(help="As `up` takes it, or a folder with a config.json alone.")] = None
+    address: Annotated[str | None, typer.Option(help="host:port of a router: also look at what runs there.")] = None
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the requests that are to fit.")] = 256
+    completion_tokens: Annotated[int, typer.Option(min=2, help="Likewise.")] = 128
+    read_gb_s: Annotated[
+        float | None, typer.Option(min=1e-3, help="10^9 bytes/s of memory, as a data sheet has it; else measured.")
+    ] = None
+    tflops: Annotated[
+        float | None, typer.Option(min=1e-6, help="10^12 FLOP/s, dense, in the model's dtype; else measured.")
+    ] = None
+    memory_gb: Annotated[
+        float | None, typer.Option(min=1e-3, help="10^9 bytes for weights and KV pages, all of it; else as `up`.")
+    ] = None
+    config: Annotated[Path | None, typer.Option(help="cluster.yaml; flags win over it.")] = None
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 (default) or float32.")] = None
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto (default).")] = None
+    threads: Annotated[int | None, typer.Option(help="Of each worker's engine; default 1.")] = None
+    fast: Annotated[bool | None, typer.Option("--fast", help="Measure the kernels of `up --fast`.")] = None
+    decode: Annotated[int | None, typer.Option(help="Decode workers; default 1.")] = None
+    num_pages: Annotated[int | None, typer.Option(help="KV pages of each; default as `up`.")] = None
+
+    def settings(self) -> dict[str, Any]:
+        """The fields that are keys of cluster.yaml, too."""
+        names = ("model", "dtype", "device", "threads", "fast", "decode", "num_pages")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
 class AuditFlags:
     """Of `pdserve kv audit`."""
 

@@ -2,6 +2,8 @@
 
     python -m cluster.node NODE.json         (a router, as `up` starts it; workers run in Ray actors)
 
+Of several routers with the same file one serves; the others are its spares.
+
 A worker loads its model, serves, registers, and ends when its engine or its links fail: whoever started it starts it
 again, as a new incarnation. Or it has been drained, and stays away. A router ends when it is told to.
 """
@@ -30,14 +32,15 @@ def run_worker(config: NodeConfig) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the role of the configuration file named on the command line."""
-    config = NodeConfig.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    path = Path(arguments[0])
+    config = NodeConfig.from_json(path.read_text(encoding="utf-8"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if config.role != "router":
         run_worker(config)
         return
     from cluster.router_node import serve_router
 
-    asyncio.run(serve_router(config))
+    asyncio.run(serve_router(config, path))
 
 
 if __name__ == "__main__":

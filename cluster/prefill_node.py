@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from cluster.chaos import Chaos
 from cluster.drain import Drain
 from cluster.engine_thread import EngineThread
+from cluster.meter import Meter, measured_limits
 from cluster.registry import RegistryMembership
 from cluster.worker_node import WorkerServer, link_config, load, own_end, slot_bytes
 from cluster.worker_service import Control
@@ -47,7 +48,8 @@ async def serve_prefill(config: NodeConfig) -> str:
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc)
     following = _follow(RegistryMembership(config.redis_url, config.namespace), links)
     chaos = Chaos(config.cluster.chaos, links, links)
-    control = Control(thread, _Vitals(thread, links), Drain(worker, commands.Drain(), commands.Expel), chaos)
+    meter = Meter(_Vitals(thread, links), thread, engine.runner.tally, measured_limits(config))
+    control = Control(thread, meter, Drain(worker, commands.Drain(), commands.Expel), chaos)
     thread.start()
     try:
         parts = [thread.watch(cluster.stuck_after_s), links.fatal, following, servicer.watch_aborts()]

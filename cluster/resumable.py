@@ -65,18 +65,27 @@ class _Kept:
         self._started: pb.Started | None = None
         self._token_ids = list(request.resume.token_ids)
         self._text_length = request.resume.text_length
+        self._last_scored = 0  # position in the prompt
 
     def add(self, response: pb.GenerateResponse) -> bool:
         """Keep one message; False when it tells nothing new. Raises ProtocolError on a gap."""
         if response.HasField("started"):
             is_first, self._started = self._started is None, response.started
             return is_first
+        if response.HasField("prompt_logprobs"):
+            return self._add_scores(response.prompt_logprobs)
         delta = response.delta
         if delta.token_ids and delta.token_number != len(self._token_ids):
             raise ProtocolError(f"token {delta.token_number} came where {len(self._token_ids)} was the next")
         self._token_ids += delta.token_ids
         self._text_length += len(delta.text)
         return True
+
+    def _add_scores(self, scores: pb.PromptLogprobs) -> bool:
+        """They are sent again where no token had come yet."""
+        is_new = scores.first_position > self._last_scored
+        self._last_scored = max(self._last_scored, scores.first_position + len(scores.tokens) - 1)
+        return is_new
 
     def request(self) -> pb.GenerateRequest:
         """The request for what is missing; the first one where nothing came yet."""

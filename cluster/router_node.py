@@ -1,4 +1,7 @@
-"""A router in this process: text in, text out, over the workers that the registry names."""
+"""A router in this process: text in, text out, over the workers that the registry names.
+
+It loads, waits for its turn (as a spare, for as long as another one serves), listens, serves, drains.
+"""
 
 import asyncio
 import logging
@@ -8,8 +11,9 @@ from pathlib import Path
 import grpc.aio
 
 from cluster.registry import RegistryMembership
+from cluster.turn import turn
 from pdserve import rpc
-from pdserve.config import NodeConfig
+from pdserve.config import ClusterConfig, NodeConfig
 from pdserve.errors import Unavailable
 from pdserve.v1 import cluster_pb2_grpc, generation_pb2_grpc
 from router.cluster_service import ClusterServicer
@@ -24,12 +28,19 @@ from router.waiting_room import WaitingRoom
 _log = logging.getLogger(__name__)
 SERVICES = ("pdserve.v1.GenerationService", "pdserve.v1.ClusterService")
 DRAIN_LIMIT_S = 10.0
+LISTEN_LIMIT_S = 2.0  # the port of a router that was killed is free a little later than its turn
+LISTEN_INTERVAL_S = 0.02
 
 
-async def serve_router(config: NodeConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then let running requests finish within a limit."""
-    cluster = config.cluster
+async def serve_router(config: NodeConfig, lock: Path) -> None:
+    """Serve when it is this one's turn, until SIGTERM or SIGINT; then let running requests finish within a limit."""
     text = TextModel.load(Path(config.model_dir))
+    async with turn(lock):
+        await _serve(config, text)
+
+
+async def _serve(config: NodeConfig, text: TextModel) -> None:
+    cluster = config.cluster
     room = WaitingRoom(cluster.queue_limit)
     health_changed = asyncio.Event()
 
@@ -44,7 +55,7 @@ async def serve_router(config: NodeConfig) -> None:
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
     cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterServicer(Status(directory, room, pipeline)), server)
     health = rpc.add_health_and_reflection(server, SERVICES)
-    port = rpc.listen(server, cluster.host, cluster.grpc_port)
+    port = await _listen(server, cluster)
     await server.start()
     _log.info("router serves on %s:%d", cluster.host, port)
     following = asyncio.create_task(directory.run())
@@ -58,6 +69,19 @@ async def serve_router(config: NodeConfig) -> None:
         following.cancel()
         reporting.cancel()
         await asyncio.gather(following, reporting, return_exceptions=True)
+
+
+async def _listen(server: grpc.aio.Server, cluster: ClusterConfig) -> int:
+    """Bind and return the port. Raises Unavailable when it stays taken."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + LISTEN_LIMIT_S
+    while True:
+        try:
+            return rpc.listen(server, cluster.host, cluster.grpc_port)
+        except Unavailable:
+            if loop.time() > until:
+                raise
+        await asyncio.sleep(LISTEN_INTERVAL_S)  # the kernel tells nobody when a port is free
 
 
 async def _drain(server: grpc.aio.Server, directory: Directory) -> None:

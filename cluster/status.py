@@ -1,4 +1,8 @@
-"""`pdserve status`: the workers that a router sees, as a table or as one JSON object."""
+"""`pdserve status`: the workers that a router sees, as a table or as one JSON object.
+
+BUSY, MFU and MBU are of the last five seconds: the share of them that the engine was inside steps, and of that time the
+share of the machine's FLOPs and of its memory bandwidth that the model was given.
+"""
 
 import asyncio
 import json
@@ -11,6 +15,7 @@ import grpc.aio
 
 from cluster.flags import RouterFlags
 from cluster.generate import explained, plain
+from cluster.live import live, percent
 from pdserve import rpc
 from pdserve.v1 import cluster_pb2_grpc
 from pdserve.v1.cluster_pb2 import GetStatusRequest, GetStatusResponse, WorkerStatus
@@ -28,6 +33,9 @@ _HEAD = (
     "CACHED",
     "IN USE",
     "PROMISED",
+    "BUSY",
+    "MFU",
+    "MBU",
     "EXACT",
     "STATE",
     "LINKED",
@@ -44,6 +52,7 @@ def to_plain(response: GetStatusResponse) -> dict[str, Any]:
     """The object that --json prints."""
     return {
         "workers": [_worker(each) for each in response.workers],
+        "silent": list(response.silent),
         "queued_requests": response.queued_requests,
         "running_requests": response.running_requests,
     }
@@ -52,6 +61,7 @@ def to_plain(response: GetStatusResponse) -> dict[str, Any]:
 def table(response: GetStatusResponse) -> str:
     """Aligned columns, one line per worker, and a line about the router."""
     lines = aligned([_HEAD, *map(_row, response.workers)])
+    lines += [f"{worker} is silent: it stands still, was lost, or is starting" for worker in response.silent]
     return "\n".join([*lines, f"{response.queued_requests} requests queued, {response.running_requests} running"])
 
 
@@ -77,8 +87,9 @@ async def _ask(address: str) -> GetStatusResponse:
 
 
 def _worker(worker: WorkerStatus) -> dict[str, Any]:
-    nested = {"load": plain(worker.load), "pages": plain(worker.pages), "linked": list(worker.linked)}
-    return {**plain(worker), **nested}
+    messages = ("load", "pages", "work", "recent", "limits")
+    nested = {name: plain(getattr(worker, name)) for name in messages}
+    return {**plain(worker), **nested, "linked": list(worker.linked)}
 
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
@@ -92,7 +103,13 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
         str(worker.pid),
         worker.address,
         *map(str, numbers),
+        *_shares(worker),
         exact,
         state,
         ",".join(worker.linked),
     )
+
+
+def _shares(worker: WorkerStatus) -> tuple[str, str, str]:
+    found = live(worker)
+    return (percent(found.busy), percent(found.mfu), percent(found.mbu)) if found else ("-", "-", "-")

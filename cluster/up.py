@@ -2,7 +2,7 @@
 
 plan      what is asked for is checked, the model converted; nothing runs yet
 session   a folder, a reaper, a marked environment; then Redis
-serving   Ray and the router start side by side, workers as soon as Ray is there; one ready line
+serving   Ray and the router start side by side, workers as soon as Ray is there; one ready line; then a spare router
 draining  on SIGINT, SIGTERM or a fault: the router finishes what runs, then workers, Ray, Redis and the rest end
 """
 
@@ -32,6 +32,7 @@ from pdserve.errors import ConfigError, Unavailable
 
 START_LIMIT_S = 600.0
 DRAIN_LIMIT_S = 12.0  # the router gives running requests 10 s
+ROUTERS = ("router-0", "router-1")  # one serves, the other is its warm spare
 
 log = logging.getLogger(__name__)
 
@@ -83,16 +84,18 @@ class _Cluster:
         self._ready_file = ready_file
         allowed = sorted(os.sched_getaffinity(0))
         self._workers = [self._of_session(each) for each in worker_nodes(plan, allowed)]
-        self._patience = {name: Patience(name) for name in ("router", *(each.worker_id for each in self._workers))}
+        self._patience = {name: Patience(name) for name in (*ROUTERS, *(each.worker_id for each in self._workers))}
         self._launcher = Launcher(plan.config, session.folder)
-        self._router = self._make_router()
+        self._router, self._spare = self._make_routers()
+        self._is_ready = asyncio.Event()
         self._stops = 0
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
         """Serve until told to stop or a part fails; always leaves in order."""
         self._listen_to_signals()
-        parts: list[Coroutine[Any, Any, Any]] = [self._router.keep(), self._work(), self._announce(), self._stop.wait()]
+        routers = self._router.keep(), self._keep_spare()
+        parts: list[Coroutine[Any, Any, Any]] = [*routers, self._work(), self._announce(), self._stop.wait()]
         if self._redis:
             parts.append(self._redis.keep())
         tasks = [asyncio.create_task(part) for part in parts]
@@ -111,6 +114,7 @@ class _Cluster:
         self._stop.set()
         if self._stops > 1:
             self._router.kill()
+            self._spare.kill()
 
     async def _leave(self, tasks: list["asyncio.Task[Any]"]) -> None:
         say(
@@ -120,10 +124,16 @@ class _Cluster:
         )
         if self._ready_file:
             self._ready_file.unlink(missing_ok=True)
-        tasks[0].cancel()  # the router is not started again; workers still are until it has drained
-        await self._router.drain(DRAIN_LIMIT_S if self._stops < 2 else 0)
+        await _cancel(tasks[:2])  # routers are not started again; workers still are until these have drained
+        limit_s = DRAIN_LIMIT_S if self._stops < 2 else 0
+        await asyncio.gather(self._spare.drain(limit_s), self._router.drain(limit_s))
         await _cancel(tasks)
         await self._launcher.stop()
+
+    async def _keep_spare(self) -> None:
+        """The second router, loaded and waiting: not before the cluster is up, which needs the cores."""
+        await self._is_ready.wait()
+        await self._spare.keep()
 
     async def _work(self) -> None:
         """Ray, and every worker in it; fails with the first that is hopeless."""
@@ -166,6 +176,7 @@ class _Cluster:
     def _on_ready(self) -> None:
         for patience in self._patience.values():
             patience.started()
+        self._is_ready.set()
         address, redis_url, pid = self._plan.address, self._plan.config.redis_url, os.getpid()
         if self._ready_file:
             _write_atomically(self._ready_file, json.dumps({"grpc": address, "redis": redis_url, "pid": pid}))
@@ -180,11 +191,13 @@ class _Cluster:
         log_dir = "" if self._plan.config.ray_address else str(self._session.log_dir)
         return replace(each, namespace=self._session.id, log_dir=log_dir)
 
-    def _make_router(self) -> Supervisor:
+    def _make_routers(self) -> list[Supervisor]:
+        """The same command twice: which of the two serves is a matter of whose turn it is."""
         path = self._session.folder / "router.json"
         path.write_text(self._of_session(node(self._plan, "router", 0)).to_json(), encoding="utf-8")
         command = [sys.executable, "-m", "cluster.node", str(path)]
-        return Supervisor("router", command, self._session.log_dir / "router-0.log", self._patience["router"])
+        logs = [(name, self._session.log_dir / f"{name}.log") for name in ROUTERS]
+        return [Supervisor(name, command, log_path, self._patience[name]) for name, log_path in logs]
 
 
 async def _first_end(tasks: Sequence["asyncio.Task[Any]"], kind: str = asyncio.FIRST_COMPLETED) -> None:

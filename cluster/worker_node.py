@@ -13,7 +13,7 @@ from cluster.registry import Registration
 from cluster.worker_service import Control, WorkerServicer
 from engine.load import Engine, EngineConfig, load_engine
 from pdserve import rpc
-from pdserve.config import NodeConfig
+from pdserve.config import ClusterConfig, NodeConfig
 from pdserve.errors import Unavailable
 from pdserve.internal.v1 import worker_pb2_grpc
 from pdserve.membership import Role, WorkerInfo
@@ -27,19 +27,21 @@ HANG_UP_S = 1.0  # for routers to see that a drained worker has left, before its
 
 def load(config: NodeConfig) -> Engine:
     """The engine of this worker; takes seconds."""
-    cluster = config.cluster
-    assert cluster.dtype != "auto"  # resolved
+    return load_engine(engine_config(config.cluster, config.model_dir))
+
+
+def engine_config(cluster: ClusterConfig, model_dir: str) -> EngineConfig:
+    """Of every worker of a resolved cluster."""
+    assert cluster.dtype != "auto"
     assert cluster.device != "auto"
-    return load_engine(
-        EngineConfig(
-            model_path=config.model_dir,
-            name=cluster.name,
-            dtype=cluster.dtype,
-            device=cluster.device,
-            num_pages=cluster.num_pages,
-            threads=cluster.threads,
-            fast=cluster.fast,
-        )
+    return EngineConfig(
+        model_path=model_dir,
+        name=cluster.name,
+        dtype=cluster.dtype,
+        device=cluster.device,
+        num_pages=cluster.num_pages,
+        threads=cluster.threads,
+        fast=cluster.fast,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from decode_worker.commands import Reserve
 from decode_worker.landing import Landing
+from engine.pilot import Pilot
 from pdserve.errors import ProtocolError
 from pdserve.ledger import LedgerEntry
 from pdserve.request import Ticket, Token, WorkRequest
@@ -22,6 +23,7 @@ class Entry:
     hashes: list[bytes]  # of the pages that others may find
     sits_out: bool = False  # its next token waits for a page of somebody else
     num_steps: int = 0
+    pilot: Pilot | None = None  # of all tokens so far, once adopted; None where the request is not steered
 
     @property
     def counter(self) -> int:

@@ -31,11 +31,12 @@ from engine.batch import Chunk
 from engine.load import Engine
 from engine.mailbox import Mailbox
 from engine.pages import PageCounts, PagePool
+from engine.pilot import pilot_of
 from engine.sampler import Step, sample
 from pdserve.errors import Draining, LegFailed, PdserveError, Preempted, ProtocolError, UnknownTicket
 from pdserve.handover import NO_CHECKSUM
 from pdserve.ledger import Ledger
-from pdserve.request import Incarnation, WorkerId, check
+from pdserve.request import Incarnation, Token, WorkerId, check
 
 
 class DecodeWorker:
@@ -143,7 +144,11 @@ class DecodeWorker:
             return
         try:
             entry.adopt(command.first, self._engine.card.vocab_size)
-        except ProtocolError as error:
+            entry.pilot = pilot_of(entry.request, self._engine.card.vocab_size, self._engine.grammars)
+            if entry.pilot is not None:
+                entry.pilot.take(command.first)
+                entry.pilot.check()
+        except PdserveError as error:
             self._fail(entry, error, update)
 
     def _land(self, landed: Landed, update: StepUpdate) -> None:
@@ -199,14 +204,19 @@ class DecodeWorker:
 
     def _compute(self, batch: list[Entry], update: StepUpdate) -> None:
         logits = self._engine.runner.run([_as_chunk(entry) for entry in batch])
-        steps = [Step(entry.request, entry.next_number) for entry in batch]
+        steps = [Step(entry.request, entry.next_number, entry.pilot) for entry in batch]
         for entry, token in zip(batch, sample(logits, steps), strict=True):
-            entry.token_ids.append(token.token_id)
-            entry.num_steps += 1
-            self._tickets.publish(entry)
-            update.emitted.append(Emitted(entry.asked.stream, entry.counter, token, entry.num_steps))
-            if token.finish:
-                self._drop(entry, "", update)
+            self._emit(entry, token if entry.pilot is None else entry.pilot.take(token), update)
+
+    def _emit(self, entry: Entry, token: Token, update: StepUpdate) -> None:
+        entry.token_ids.append(token.token_id)
+        entry.num_steps += 1
+        self._tickets.publish(entry)
+        update.emitted.append(Emitted(entry.asked.stream, entry.counter, token, entry.num_steps))
+        if token.finish:
+            self._drop(entry, "", update)
+        elif entry.pilot is not None and entry.pilot.problem is not None:
+            self._fail(entry, entry.pilot.problem, update)
 
 
 def _as_chunk(entry: Entry) -> Chunk:

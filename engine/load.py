@@ -5,7 +5,7 @@
 The folder is not needed afterwards.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ from engine.runner import Runner
 from engine.self_test import is_path_invariant
 from engine.weights import fingerprint, load_weights
 from pdserve.errors import ConfigError
+from pdserve.grammar import Grammars
 from pdserve.model_card import KvLayout, ModelCard
 
 PAGE_TOKENS = 16
@@ -48,6 +49,7 @@ class Engine:
     card: ModelCard
     runner: Runner
     cache: KvCache
+    grammars: Grammars = field(default_factory=Grammars)
 
 
 def load_engine(config: EngineConfig) -> Engine:
@@ -56,8 +58,8 @@ def load_engine(config: EngineConfig) -> Engine:
     torch.set_num_threads(config.threads)
     model_config = read_config(Path(config.model_path))
     weights = load_weights(Path(config.model_path), model_config)
-    layout = _kv_layout(model_config, config)
-    cache = KvCache(layout, _num_pages(config, model_config, layout), device)
+    layout = kv_layout(model_config, config.dtype)
+    cache = KvCache(layout, choose_num_pages(config, model_config, layout), device)
     kernels = choose_kernels(device, fast=config.fast, threads=config.threads)
     model = Model(model_config, weights, kernels, getattr(torch, config.dtype), device)
     card = ModelCard(
@@ -69,7 +71,8 @@ def load_engine(config: EngineConfig) -> Engine:
         kv_layout=layout,
         exact=kernels.exact and is_path_invariant(model, layout, device),
     )
-    return Engine(card, Runner(model, cache), cache)
+    grammars = Grammars.load(Path(config.model_path), card.vocab_size, card.eos_token_ids)
+    return Engine(card, Runner(model, cache), cache, grammars)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -78,18 +81,19 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _kv_layout(model_config: ModelConfig, config: EngineConfig) -> KvLayout:
+def kv_layout(model_config: ModelConfig, dtype: str) -> KvLayout:
+    """How the pages of this model lie in memory."""
     return KvLayout(
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
         page_tokens=PAGE_TOKENS,
-        dtype=config.dtype,
+        dtype=dtype,
         page_format=PAGE_FORMAT,
     )
 
 
-def _num_pages(config: EngineConfig, model_config: ModelConfig, layout: KvLayout) -> int:
+def choose_num_pages(config: EngineConfig, model_config: ModelConfig, layout: KvLayout) -> int:
     """As configured, or enough for two windows and `_AUTO_TOKENS`, as far as a share of the memory goes."""
     if config.num_pages:
         return config.num_pages

@@ -38,7 +38,11 @@ class Model:
         """fp32 [R, vocab] for the sampled rows of what the last layer gave."""
         if not batch.sampled_rows.numel():  # a chunk in the middle of a prompt
             return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        return self._lm_head(self._norm(hidden[batch.sampled_rows]))
+        return self.head(hidden[batch.sampled_rows])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """fp32 [R, vocab] for any rows of what the last layer gave."""
+        return self._lm_head(self._norm(hidden))
 
 
 class _Builder:

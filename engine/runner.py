@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, Chunk, build_batch
+from engine.floors import model_cost
 from engine.kv_cache import KvCache
 from engine.model import Model
+from engine.tally import Tally
+from pdserve.speed import Work
 
 
 class Runner:
@@ -21,6 +24,8 @@ class Runner:
         self.progress = 0
         self.model = model
         self.cache = cache
+        self.tally = Tally(len(model.layers))
+        self._cost = model_cost(model.config, cache.layout)
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """fp32 [R, vocab]: a row for each chunk that wants one, in their order. Workers give only what is in range."""
@@ -32,7 +37,7 @@ class Runner:
         """The same in parts: the layers are computed as the caller asks for them."""
         for chunk in chunks:
             self._check(chunk)
-        return Forward(self, build_batch(chunks, self.cache.pages.device))
+        return Forward(self, build_batch(chunks, self.cache.pages.device), self._cost.of_chunks(chunks))
 
     def _check(self, chunk: Chunk) -> None:
         """A wrong number here would read or write foreign memory, so it is better to stop."""
@@ -48,10 +53,11 @@ class Forward:
     """One pass under way. Its pages must stay, and no other pass may start, until it is complete or dropped."""
 
     @torch.inference_mode()
-    def __init__(self, runner: Runner, batch: Batch) -> None:
+    def __init__(self, runner: Runner, batch: Batch, work: Work) -> None:
         self.num_layers = 0  # done: their K and V are in the pages
         self._runner = runner
         self._batch = batch
+        self._work = work
         self._hidden = runner.model.embed(batch)
 
     @property
@@ -67,6 +73,21 @@ class Forward:
             self._hidden = layer(self._hidden, self._batch, runner.cache)
             self.num_layers += 1
             runner.progress += 1
+            runner.tally.layer_done(self._work)
+            if self.is_complete:
+                runner.tally.pass_done(self._work)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return self._runner.model.config.vocab_size
+
+    @torch.inference_mode()
+    def logits_of(self, rows: slice) -> Tensor:
+        """fp32 [rows, vocab] of any rows of the batch, once all layers are done."""
+        assert self.is_complete
+        self._runner.progress += 1
+        return self._runner.model.head(self._hidden[rows])
 
     @torch.inference_mode()
     def logits(self) -> Tensor:

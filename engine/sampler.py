@@ -1,9 +1,10 @@
 """From logits to tokens.
 
-Each row is handled by itself, and what comes out is a function of (seed, absolute position, logits) alone: no state, no
-other rows. So a token is the same in whatever batch, on whatever worker and after whatever resume it is drawn.
+Each row is handled by itself, and what comes out is a function of (seed, absolute position, tokens so far, logits)
+alone. So a token is the same in whatever batch, on whatever worker and after whatever resume it is drawn.
 
-    logits -> stop tokens banned below min_tokens -> temperature -> top-k -> top-p -> min-p
+    logits -> penalties, bias, tokens that may not be chosen (engine/pilot.py) -> stop tokens banned below min_tokens
+           -> temperature -> top-k -> top-p -> min-p
            -> argmax of logit / T + Gumbel noise (the lowest id wins a tie); temperature 0: argmax of the logits
 
 The noise of a token is a hash of (seed, position, token id). Adding Gumbel noise to log-probabilities and taking the
@@ -14,20 +15,17 @@ of the cumulative sum it does not flip to another token when logits differ in th
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.request import Candidate, Sampling, Token, WorkRequest, finish_after
+from engine.logprobs import NEAR, Floats, Ids, exp, scored, top_ids
+from engine.pilot import Pilot
+from pdserve.request import Candidate, Sampling, Scored, Token, WorkRequest, finish_after
 
-Floats = NDArray[np.floating[Any]]
-Ids = NDArray[np.intp]
 Words = NDArray[np.uint64]
 
-# Tokens whose logit / T is this close to the best one's always get noise; others only where their hash promises enough.
-_NEAR = 5.0
 # u is (k + 1/2) / 2^52 for a hashed k of 52 bits: exact in float64, and never 0 or 1.
 _UNIFORM_BITS = 52
 
@@ -42,6 +40,7 @@ class Step:
 
     request: WorkRequest
     number: int
+    pilot: Pilot | None = None  # of the tokens before `number`; there is one where the request is steered
 
     @property
     def position(self) -> int:
@@ -56,33 +55,59 @@ def sample(logits: Tensor, steps: Sequence[Step]) -> list[Token]:
 
 
 def _sample_row(row: Floats, step: Step) -> Token:
-    request = step.request
-    allowed = _ban_stop_tokens(row, step)
-    token_id = int(allowed.argmax())  # the first, which is the lowest, of equal ones
+    request, sampling = step.request, step.request.sampling
+    allowed = _allowed(row, step)
+    token_id, ids = int(allowed.argmax()), None  # the first, which is the lowest, of equal ones
     peak = float(allowed[token_id])
-    if request.sampling.temperature > 0 and peak > -math.inf:
-        token_id = _draw(allowed, peak, step)
-    top = _top_logprobs(row, request.top_logprobs)
-    return Token(step.number, token_id, top, finish_after(request, step.number, token_id))
+    if sampling.temperature > 0 and peak > -math.inf:
+        ids = _filtered(allowed, peak, sampling)
+        token_id = _draw(allowed, ids, peak, step)
+    finish = finish_after(request, step.number, token_id)
+    if not request.wants_logprobs:
+        return Token(step.number, token_id, finish=finish)
+    if request.logprobs_as_drawn:
+        score = _as_drawn(allowed, ids, request, token_id)
+    else:
+        score = scored(row, token_id, request.top_logprobs)
+    return Token(step.number, token_id, score.top, finish, score.chosen.logprob)
 
 
-def _ban_stop_tokens(row: Floats, step: Step) -> Floats:
-    """Stop tokens cannot be drawn before min_tokens; the caller's logits stay as they are."""
-    if step.number >= step.request.min_tokens or not step.request.stop_token_ids:
-        return row
-    allowed = row.copy()
-    allowed[[token_id for token_id in step.request.stop_token_ids if token_id < len(row)]] = -math.inf
+def _as_drawn(row: Floats, ids: Ids | None, request: WorkRequest, token_id: int) -> Scored:
+    """In the distribution that the token was drawn from; without temperature it was certain."""
+    sampling, count = request.sampling, request.top_logprobs
+    if sampling.temperature == 0:
+        certain = Candidate(token_id, 0.0)
+        return Scored(certain, (certain,)[:count])
+    logits = row if ids is None else row[ids]
+    return scored(_scores(logits, float(logits.max()), sampling), token_id, count, ids)
+
+
+def _allowed(row: Floats, step: Step) -> Floats:
+    """The row as steered, without stop tokens before min_tokens; the caller's logits stay as they are."""
+    request, pilot = step.request, step.pilot
+    assert (request.steering is None) == (pilot is None), f"{request.label}: a steered request needs its pilot"
+    allowed = row if pilot is None else pilot.steer(row)
+    if step.number < request.min_tokens and request.stop_token_ids:
+        allowed = row.copy() if allowed is row else allowed
+        allowed[[token_id for token_id in request.stop_token_ids if token_id < len(row)]] = -math.inf
     return allowed
 
 
-def _draw(row: Floats, peak: float, step: Step) -> int:
-    """The token with the largest logit / T + noise among those that the filters leave; `peak` is the row's maximum."""
+def _draw(row: Floats, ids: Ids | None, peak: float, step: Step) -> int:
+    """The token with the largest logit / T + noise among `ids`, None for all; `peak` is the row's maximum."""
     sampling = step.request.sampling
     key = _row_key(sampling.seed, step.position)
-    ids = _filtered(row, peak, sampling)
+    if ids is None and step.pilot is not None:
+        ids = _few(row)
     if ids is None:
         return _noisy_argmax_of_all(row, peak, sampling, key)
     return _noisy_argmax(ids, _scores(row[ids], peak, sampling), key)[1]
+
+
+def _few(row: Floats) -> Ids | None:
+    """The tokens that may be chosen, ascending, where these are so few that all the others need no look."""
+    ids = np.flatnonzero(row > -math.inf)
+    return ids if len(ids) < len(row) // 8 else None
 
 
 def _scores(logits: Floats, peak: float, sampling: Sampling) -> Floats:
@@ -94,7 +119,7 @@ def _filtered(row: Floats, peak: float, sampling: Sampling) -> Ids | None:
     """The ids that top-k, top-p and min-p leave, ascending; None where no filter is on."""
     ids = None
     if 0 < sampling.top_k < len(row):
-        ids = _top_ids(row, sampling.top_k)
+        ids = top_ids(row, sampling.top_k)
     if sampling.top_p < 1:
         nucleus = _nucleus(_scores(row if ids is None else row[ids], peak, sampling), sampling.top_p)
         ids = nucleus if ids is None else ids[nucleus]
@@ -104,20 +129,9 @@ def _filtered(row: Floats, peak: float, sampling: Sampling) -> Ids | None:
     return ids
 
 
-def _top_ids(row: Floats, count: int) -> Ids:
-    """The ids of the `count` highest logits, ascending; of equal ones the lowest."""
-    pool = np.flatnonzero(row >= row.max() - _NEAR)  # if these are enough, the others need no look
-    if len(pool) < count:
-        pool = np.arange(len(row))
-    logits = row[pool]
-    last = np.partition(logits, len(logits) - count)[len(logits) - count]
-    above, level = pool[logits > last], pool[logits == last]
-    return np.sort(np.concatenate((above, level[: count - len(above)])))
-
-
 def _nucleus(scores: Floats, top_p: float) -> Ids:
     """Places of the fewest tokens, from the most likely on, whose probabilities reach `top_p`; ascending."""
-    weights = _exp(scores)
+    weights = exp(scores)
     total = weights.sum(dtype=np.float64)
     # All tokens below this together weigh less than (1 - top_p) * total, so none of them is needed: fewer to sort.
     places = np.flatnonzero(weights >= (1 - top_p) * total / len(scores))
@@ -127,20 +141,15 @@ def _nucleus(scores: Floats, top_p: float) -> Ids:
     return np.sort(places[order[:count]])
 
 
-def _exp(scores: Floats) -> Floats:
-    """exp of scores up to 0, in fp32: many times quicker than float64, and exact to 1e-7 of a probability."""
-    return np.exp(np.maximum(scores, -100.0).astype(np.float32))
-
-
 def _noisy_argmax_of_all(row: Floats, peak: float, sampling: Sampling, key: int) -> int:
     """The id with the largest logit / T + noise out of the whole vocabulary: what the plain formula gives, sooner.
 
     Few tokens lie near the best one: they give a value to beat. All others need noise of at least that value plus their
     distance, and the integer hash alone tells which few have so much.
     """
-    near = np.flatnonzero(row >= peak - _NEAR * sampling.temperature)
+    near = np.flatnonzero(row >= peak - NEAR * sampling.temperature)
     best, token_id = _noisy_argmax(near, _scores(row[near], peak, sampling), key)
-    uniform = math.exp(-math.exp(-(best + _NEAR)))  # where the noise is best + _NEAR
+    uniform = math.exp(-math.exp(-(best + NEAR)))  # where the noise is best + NEAR
     needed = np.uint64(uniform * 2**_UNIFORM_BITS * (1 - 1e-12))  # a little less, for the rounding of exp
     lucky = np.flatnonzero(_hash52(np.arange(len(row), dtype=np.uint64), key) >= needed)
     if not len(lucky):
@@ -181,15 +190,3 @@ def _hash52(ids: Words, key: int) -> Words:
     words ^= words >> np.uint64(31)
     words >>= np.uint64(64 - _UNIFORM_BITS)
     return words
-
-
-def _top_logprobs(row: Floats, count: int) -> tuple[Candidate, ...]:
-    """The `count` most likely tokens before any filter, by log-probability, then by id."""
-    if not count:
-        return ()
-    ids = _top_ids(row, min(count, len(row)))
-    peak = float(row.max())
-    normalizer = peak + math.log(_exp(row - peak).sum(dtype=np.float64))
-    logprobs = (row[ids].astype(np.float64) - normalizer).astype(np.float32)  # not more digits than there are
-    found = [Candidate(int(token_id), float(logprob)) for token_id, logprob in zip(ids, logprobs, strict=True)]
-    return tuple(sorted(found, key=lambda candidate: (-candidate.logprob, candidate.token_id)))

@@ -2,6 +2,8 @@
 
     PdserveError                 INTERNAL             the root; never raised itself
     ├── InvalidRequest           INVALID_ARGUMENT     a field of the request is wrong: names it and says what is allowed
+    ├── NoTokenLeft              INVALID_ARGUMENT     what the request allows and bans leaves no token to choose
+    ├── AlreadyComplete          INVALID_ARGUMENT     the tokens of a resume complete the grammar: nothing can follow
     ├── ModelNotFound            NOT_FOUND            no such model here
     ├── DeadlineExceeded         DEADLINE_EXCEEDED    the client's deadline passed
     ├── Cancelled                CANCELLED            the client went away or cancelled
@@ -10,6 +12,7 @@
     ├── Unavailable              UNAVAILABLE          nobody can serve it now
     │   └── LegFailed            UNAVAILABLE          one leg of an attempt ended before its time: the router resumes
     │       ├── WorkerLost       UNAVAILABLE          a worker died, got stuck or was replaced
+    │       │   └── WorkerSilent UNAVAILABLE          nothing is heard of it: dead, or only slow
     │       ├── LinkDown         UNAVAILABLE          the link between two workers broke
     │       ├── Preempted        UNAVAILABLE          a decode worker needed the pages for older requests
     │       └── Draining         UNAVAILABLE          the worker is about to leave the cluster
@@ -38,6 +41,18 @@ class InvalidRequest(PdserveError):
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+
+class NoTokenLeft(PdserveError):
+    """What the request allows and bans leaves no token to go on with."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class AlreadyComplete(PdserveError):
+    """The tokens so far complete the request's grammar. No fault: the router knows that the answer is whole."""
+
+    status = "INVALID_ARGUMENT"
 
 
 class ModelNotFound(PdserveError):
@@ -88,6 +103,10 @@ class WorkerLost(LegFailed):
     """A worker died, got stuck, or was replaced by a new incarnation."""
 
 
+class WorkerSilent(WorkerLost):
+    """No beat for too long. It may be alive: a machine that stands still, not a request, makes workers silent."""
+
+
 class LinkDown(LegFailed):
     """The link between a prefill and a decode worker broke."""
 
@@ -129,7 +148,17 @@ def from_wire(kind: str, message: str) -> PdserveError:
         return InvalidRequest(field, problem)
     if kind == "QueueFull":
         return QueueFull(message, retry_after_s=1.0)
-    legs = (LegFailed, WorkerLost, LinkDown, Preempted, Draining)
-    plain = (ModelNotFound, DeadlineExceeded, Cancelled, NoCapacity, Unavailable, UnknownTicket, *legs)
+    legs = (LegFailed, WorkerLost, WorkerSilent, LinkDown, Preempted, Draining)
+    plain = (
+        NoTokenLeft,
+        AlreadyComplete,
+        ModelNotFound,
+        DeadlineExceeded,
+        Cancelled,
+        NoCapacity,
+        Unavailable,
+        UnknownTicket,
+        *legs,
+    )
     by_name = {cls.__name__: cls for cls in (*plain, ProtocolError, Incompatible, ConfigError)}
     return by_name.get(kind, PdserveError)(message)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NewType
 
 from pdserve.errors import InvalidRequest
+from pdserve.steering import Steering, check_steering
 
 MAX_TOP_LOGPROBS = 20
 WorkerId = NewType("WorkerId", str)  # stable over restarts: "prefill-0"
@@ -52,11 +53,25 @@ class WorkRequest:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()  # EOS folded in by the router
     top_logprobs: int = 0  # candidates to report per step
+    steering: Steering | None = None  # None: the logits stay as the model made them
+    logprobs: bool = False  # of the chosen token; with `top_logprobs` it comes along
+    logprobs_as_drawn: bool = False  # after temperature and filters; else as the model made them
+    prompt_logprobs: int | None = None  # candidates for each prompt token; None: no prompt token is scored
 
     @property
     def num_emitted(self) -> int:
         """Completion tokens that earlier attempts delivered."""
         return len(self.token_ids) - self.prompt_length
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether tokens are to be scored."""
+        return self.logprobs or self.top_logprobs > 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether prompt tokens are to be scored: once, before the first token. All of them must be computed then."""
+        return self.prompt_logprobs is not None and self.num_emitted == 0
 
     def resumed(self, emitted: Sequence[int]) -> "WorkRequest":
         """The request of the next attempt, after `emitted` tokens of this one were delivered."""
@@ -70,10 +85,18 @@ class WorkRequest:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One entry of a step's top log-probabilities, before any filter."""
+    """One entry of a step's top log-probabilities."""
 
     token_id: int
     logprob: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token with its log-probability, and the likeliest ones in its place."""
+
+    chosen: Candidate
+    top: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
@@ -83,7 +106,8 @@ class Token:
     number: int
     token_id: int
     top_logprobs: tuple[Candidate, ...] = ()
-    finish: str = ""  # "": goes on; "stop_token" or "length": this was the last
+    finish: str = ""  # "": goes on; "stop_token", "length" or "grammar" (it is complete): this was the last
+    logprob: float | None = None  # where asked for
 
 
 def check(request: WorkRequest, vocab_size: int, window: int) -> None:
@@ -99,10 +123,13 @@ def check(request: WorkRequest, vocab_size: int, window: int) -> None:
         ("top_p", "in (0, 1]", 0 < sampling.top_p <= 1),
         ("min_p", "in [0, 1]", 0 <= sampling.min_p <= 1),
         ("top_logprobs", f"at most {MAX_TOP_LOGPROBS}", request.top_logprobs <= MAX_TOP_LOGPROBS),
+        ("prompt_logprobs", f"at most {MAX_TOP_LOGPROBS}", (request.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS),
     )
     for field, allowed, holds in rules:
         if not holds:
             raise InvalidRequest(field, allowed)
+    if request.steering is not None:
+        check_steering(request.steering, vocab_size)
 
 
 def finish_after(request: WorkRequest, number: int, token_id: int) -> str:

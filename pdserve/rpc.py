@@ -4,13 +4,15 @@ A `PdserveError` leaves a server through `abort` (status, plus google.rpc detail
 `error_of` at the client.
 """
 
+import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -117,20 +119,55 @@ class _Parsing(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
-        inner = handler and (handler.unary_stream or handler.unary_unary)
-        if not inspect.iscoroutinefunction(inner):
+        inner = handler and (
+            handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        )
+        if not (inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner)):
             return handler
 
-        async def parsed(raw: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def parsed(raw: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            parse = handler.request_deserializer
             try:
-                request = handler.request_deserializer(raw)
-            except DecodeError as error:
-                await abort(context, InvalidRequest("request", f"is not a message of this method ({error})"))
-            return await inner(request, context)
+                request = _Messages(raw, parse) if handler.request_streaming else _message(raw, parse)
+                if inspect.iscoroutinefunction(inner):
+                    return await inner(request, context)
+                async with aclosing(inner(request, context)) as responses:
+                    async for response in responses:
+                        await context.write(response)
+            except InvalidRequest as error:
+                await abort(context, error)
 
-        unary = grpc.unary_unary_rpc_method_handler
-        make = grpc.unary_stream_rpc_method_handler if handler.response_streaming else unary
+        make = _HANDLERS[handler.request_streaming, handler.response_streaming]
         return make(parsed, None, handler.response_serializer)
+
+
+_HANDLERS: dict[tuple[bool, bool], Callable[..., Any]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class _Messages:
+    """The messages of a client's stream. Raises InvalidRequest where one is none."""
+
+    def __init__(self, raws: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> None:
+        self._raws = raws
+        self._parse = parse
+
+    def __aiter__(self) -> "_Messages":
+        return self
+
+    async def __anext__(self) -> Message:
+        return _message(await anext(self._raws), self._parse)
+
+
+def _message(raw: bytes, parse: Callable[[bytes], Message]) -> Message:
+    try:
+        return parse(raw)
+    except DecodeError as error:
+        raise InvalidRequest("request", f"is not a message of this method ({error})") from None
 
 
 def status_of(error: PdserveError) -> status_pb2.Status:
@@ -188,7 +225,12 @@ async def _end(
 ) -> None:
     ending = rpc_status.to_status(status)
     context.set_trailing_metadata((*ending.trailing_metadata, *metadata))
-    await context.abort(ending.code, ending.details)
+    try:
+        await context.abort(ending.code, ending.details)
+    except grpc.aio.InternalError:
+        # The call has ended already, or its deadline cut a write off: nobody can be told any more. So the handler ends
+        # as gRPC ends one whose client is gone.
+        raise asyncio.CancelledError from None
 
 
 def error_of(error: grpc.aio.AioRpcError) -> PdserveError:

@@ -1,21 +1,22 @@
-"""The heartbeat of a worker: what it says of itself every 200 ms, and the part of WorkerService that says it.
+"""The heartbeat of a worker: what it says of itself every 150 ms, and the part of WorkerService that says it.
 
-The engine's thread bumps `progress` per layer; the asyncio side sends the beat. A router that hears no beat for a
-second, or sees a frozen counter in a long step, declares the worker dead.
+The engine's thread bumps `progress` per layer; the asyncio side sends the beat. A router that hears none for most
+of a second, or sees a frozen counter in a long step, declares the worker dead.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import grpc.aio
 
 from pdserve.internal.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.request import Incarnation
+from pdserve.speed import Limits, Work
 from pdserve.v1 import cluster_pb2
 
-BEAT_INTERVAL_S = 0.2
-SILENCE_LIMIT_S = 0.85  # counted from the last beat: with the time to notice it, dead within a second
+BEAT_INTERVAL_S = 0.15
+SILENCE_LIMIT_S = 0.8  # counted from the last beat: with the time to notice it, dead within a second
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Vitals:
     pages_promised: int
     linked: tuple[Incarnation, ...] = ()  # decode workers that a prefill worker reaches
     draining: bool = False  # takes no new work and is about to leave
+    work: Work = field(default_factory=Work)  # since it started
+    limits: Limits | None = None  # of its machine, where they were measured
 
 
 class VitalsSource(Protocol):
@@ -80,4 +83,6 @@ def beat_to_wire(incarnation: Incarnation, vitals: Vitals) -> worker_pb2.WatchRe
         ),
         linked=vitals.linked,
         draining=vitals.draining,
+        work=cluster_pb2.Work(**asdict(vitals.work)),
+        limits=cluster_pb2.Limits(**asdict(vitals.limits)) if vitals.limits else None,
     )

@@ -6,7 +6,7 @@ The asyncio side submits commands; the engine's thread answers with one `StepUpd
 from dataclasses import dataclass, field
 
 from pdserve.errors import PdserveError
-from pdserve.request import Incarnation, Ticket, Token, WorkRequest
+from pdserve.request import Incarnation, Scored, Ticket, Token, WorkRequest
 from transport.base import SendLink, SendSlot
 
 
@@ -70,6 +70,14 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class PromptScored:
+    """The next prompt tokens of a call, with their log-probabilities."""
+
+    call: int
+    tokens: list[Scored]
+
+
+@dataclass(frozen=True)
 class Push:
     """A packed payload: to be announced in the order of the updates."""
 
@@ -110,6 +118,7 @@ class Ended:
 class StepUpdate:
     """All that one step brought."""
 
+    scored: list[PromptScored] = field(default_factory=list)
     sampled: list[Sampled] = field(default_factory=list)
     pushes: list[Push] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
@@ -117,4 +126,4 @@ class StepUpdate:
     ended: list[Ended] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.sampled or self.pushes or self.done or self.failed or self.ended)
+        return bool(self.scored or self.sampled or self.pushes or self.done or self.failed or self.ended)

@@ -91,7 +91,7 @@ class PrefillScheduler:
         budget, has_room = self._budget, True
         coming: set[bytes] = set()  # pages that this plan computes
         for prompt in self._queue:
-            wanted = prompt.hashes[prompt.num_ready // self._page_tokens : (prompt.length - 1) // self._page_tokens]
+            wanted = self._wanted(prompt)
             known = len(self._pool.find(wanted))
             end = self._chunk_end(prompt, known, budget)
             if end is None:
@@ -105,6 +105,12 @@ class PrefillScheduler:
             budget -= end - prompt.num_ready
             coming.update(prompt.hashes[prompt.num_ready // self._page_tokens : end // self._page_tokens])
         return plan
+
+    def _wanted(self, prompt: Prompt) -> Sequence[bytes]:
+        """Pages that need not be computed where others have; a prompt whose tokens are scored computes all of them."""
+        if prompt.request.scores_prompt:
+            return ()
+        return prompt.hashes[prompt.num_ready // self._page_tokens : (prompt.length - 1) // self._page_tokens]
 
     def _chunk_end(self, prompt: Prompt, known: int, budget: int) -> int | None:
         """Where the next chunk ends if `known` pages need not be computed; None if the budget leaves none."""

@@ -15,13 +15,26 @@ from pdserve.errors import LegFailed, LinkDown, PdserveError, ProtocolError
 from pdserve.handover import PageRun
 from pdserve.internal.v1 import prefill_pb2, prefill_pb2_grpc
 from pdserve.request import Ticket
-from pdserve.wire import request_from_wire, ticket_from_wire, token_to_wire
-from prefill_worker.commands import Abort, Cancel, Command, Done, Failed, Push, PushEnded, Sampled, Start, StepUpdate
+from pdserve.wire import request_from_wire, scored_to_wire, ticket_from_wire, token_to_wire
+from prefill_worker.commands import (
+    Abort,
+    Cancel,
+    Command,
+    Done,
+    Failed,
+    PromptScored,
+    Push,
+    PushEnded,
+    Sampled,
+    Start,
+    StepUpdate,
+)
 from transport.base import SendLink, SendLinks
 
+SCORES_PER_MESSAGE = 256  # at most 70 kB, whatever the chunk
 LINK_WAIT_S = 3.0  # a decode worker that has just registered gets its link within this time
 
-_Event = Sampled | Done | Failed
+_Event = PromptScored | Sampled | Done | Failed
 _Context = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 
 
@@ -65,7 +78,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """Take an update of the engine, on the event loop."""
         for order in update.pushes:
             self._announce(order)
-        events: list[_Event] = [*update.sampled, *update.done, *update.failed]
+        events: list[_Event] = [*update.scored, *update.sampled, *update.done, *update.failed]
         for event in events:
             if event.call in self._events:
                 self._events[event.call].put_nowait(event)
@@ -101,6 +114,11 @@ async def _answer(events: asyncio.Queue[_Event], context: _Context) -> None:
                 first = token_to_wire(token)
                 sampled = prefill_pb2.Sampled(token=first, computed_tokens=computed, cached_tokens=cached)
                 await context.write(prefill_pb2.PrefillResponse(sampled=sampled))
+            case PromptScored(_, tokens):
+                for start in range(0, len(tokens), SCORES_PER_MESSAGE):
+                    scores = map(scored_to_wire, tokens[start : start + SCORES_PER_MESSAGE])
+                    message = prefill_pb2.PromptScores(tokens=scores)
+                    await context.write(prefill_pb2.PrefillResponse(scores=message))
             case Done(_, kv_bytes, payloads):
                 pushed = prefill_pb2.Pushed(kv_bytes=kv_bytes, payloads=payloads)
                 await context.write(prefill_pb2.PrefillResponse(pushed=pushed))

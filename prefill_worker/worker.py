@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 
 from engine.batch import Chunk
 from engine.load import Engine
+from engine.logprobs import score_prompt
 from engine.mailbox import Mailbox
 from engine.pages import PageCounts, PagePool
+from engine.pilot import Pilot, pilot_of
 from engine.runner import Forward
 from engine.sampler import Step, sample
 from pdserve.errors import Draining, InvalidRequest, LegFailed, LinkDown, PdserveError, ProtocolError
@@ -33,6 +35,7 @@ from prefill_worker.commands import (
     Ended,
     Expel,
     Failed,
+    PromptScored,
     Push,
     PushEnded,
     Sampled,
@@ -47,6 +50,7 @@ from prefill_worker.scheduler import PlannedChunk, PrefillScheduler, Prompt
 class _Call:
     prompt: Prompt
     outgoing: Outgoing | None
+    pilot: Pilot | None = None  # None where the request is not steered
     first: Token | None = None
 
     def entry(self) -> LedgerEntry:
@@ -156,10 +160,13 @@ class PrefillWorker:
     def _start(self, start: Start, update: StepUpdate) -> None:
         try:
             outgoing = self._accept(start)
+            pilot = pilot_of(start.request, self._engine.card.vocab_size, self._engine.grammars)
+            if pilot is not None:
+                pilot.check()
         except PdserveError as error:
             update.failed.append(Failed(start.call, error))
         else:
-            self._calls[start.call] = _Call(self._scheduler.add(start.call, start.request), outgoing)
+            self._calls[start.call] = _Call(self._scheduler.add(start.call, start.request), outgoing, pilot)
 
     def _accept(self, start: Start) -> Outgoing | None:
         """The push side of a call that can be served."""
@@ -200,21 +207,35 @@ class PrefillWorker:
             if not current.forward.is_complete:
                 return
             self._scheduler.advance(current.plan)
+            self._score(current, update)
             self._sample(current, update)
         self._pass = None
         for chunk in current.plan:
             if chunk.prompt.call not in self._calls:
                 self._free(chunk.prompt)
 
+    def _score(self, current: _Pass, update: StepUpdate) -> None:
+        first_row = 0
+        for chunk in current.plan:
+            request = chunk.prompt.request
+            if request.scores_prompt and chunk.prompt.call in self._calls:
+                token_ids = request.token_ids[chunk.start + 1 : chunk.end + 1]
+                scores = score_prompt(current.forward, first_row, token_ids, request.prompt_logprobs or 0)
+                update.scored.append(PromptScored(chunk.prompt.call, list(scores)))
+            first_row += chunk.end - chunk.start
+
     def _sample(self, current: _Pass, update: StepUpdate) -> None:
         prompts = [chunk.prompt for chunk in current.plan if chunk.is_last]
-        steps = [Step(prompt.request, prompt.request.num_emitted) for prompt in prompts]
-        tokens = sample(current.forward.logits(), steps) if steps else []
-        for prompt, token in zip(prompts, tokens, strict=True):
+        if not prompts:
+            return
+        logits = current.forward.logits()
+        for index, prompt in enumerate(prompts):
             if call := self._calls.get(prompt.call):
-                call.first = token
+                step = Step(prompt.request, prompt.request.num_emitted, call.pilot)
+                (token,) = sample(logits[index : index + 1], [step])
+                call.first = token if call.pilot is None else call.pilot.take(token)
                 computed = prompt.length - prompt.num_cached
-                update.sampled.append(Sampled(prompt.call, token, computed, prompt.num_cached))
+                update.sampled.append(Sampled(prompt.call, call.first, computed, prompt.num_cached))
 
     def _push(self, number: int, call: _Call, update: StepUpdate) -> None:
         """Pack what is ready into free slots; a call whose first token was its last pushes nothing more."""

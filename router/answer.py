@@ -6,14 +6,16 @@ A client that resumes brings tokens along: they are replayed first, through the 
 lacks of their text goes out with the next delta.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdserve.errors import InvalidRequest
-from pdserve.request import Candidate, Token, WorkRequest, finish_after
+from pdserve.request import Candidate, Scored, Token, WorkRequest, finish_after
 from pdserve.v1 import generation_pb2 as pb
 from router.text_stream import TextStream
 from router.tokenizer import TextModel
 from router.validation import Plan, ServedModel
+
+_PROMPT_TOKENS = 128  # of one message: up to 80 kB
 
 
 class Answer:
@@ -46,11 +48,14 @@ class Answer:
                 )
                 raise InvalidRequest(f"resume.token_ids[{number - 1}]", problem)
             texts.append(self._advance(Token(number, token_id, finish=finish_after(self.work, number, token_id))))
-        text = "".join(texts)
-        if text_length > len(text):
-            problem = f"{text_length} is not allowed; the text of resume.token_ids has {len(text)} characters"
+        self._owed = "".join(texts)
+        steering = self.work.steering
+        if text_length > len(self._owed) and self.finished is None and steering is not None and steering.grammar:
+            self.complete()  # nothing else gives text out that is withheld while more tokens may come
+        if text_length > len(self._owed):
+            problem = f"{text_length} is not allowed; the text of resume.token_ids has {len(self._owed)} characters"
             raise InvalidRequest("resume.text_length", problem)
-        self._owed = text[text_length:]
+        self._owed = self._owed[text_length:]
 
     def started(self) -> pb.Started:
         """What a client keeps to resume."""
@@ -68,9 +73,23 @@ class Answer:
         """The token's delta; the last one carries all text that was withheld."""
         text, self._owed = self._owed + self._advance(token), ""
         delta = pb.Delta(token_number=token.number, text=text, token_ids=[token.token_id])
-        if self.work.top_logprobs:
-            delta.top_logprobs.append(_top_logprobs(token.top_logprobs, self._model.text))
+        if token.logprob is not None:
+            scored = Scored(Candidate(token.token_id, token.logprob), token.top_logprobs)
+            delta.top_logprobs.append(_top_logprobs(scored, self._model.text))
         return delta
+
+    def prompt_logprobs(self, scores: Sequence[Scored]) -> Iterator[pb.PromptLogprobs]:
+        """The messages that tell of the prompt's tokens; the same ones however prefill came by the scores."""
+        for start in range(0, len(scores), _PROMPT_TOKENS):
+            tokens = [_top_logprobs(scored, self._model.text) for scored in scores[start : start + _PROMPT_TOKENS]]
+            yield pb.PromptLogprobs(first_position=start + 1, tokens=tokens)
+
+    def complete(self) -> None:
+        """The tokens that the client brought along complete the grammar: nothing can follow."""
+        step = self._text.finish()
+        self._owed += step.text
+        match = pb.StopMatch(grammar=True) if step.matched is None else pb.StopMatch(stop_string=step.matched)
+        self.finished = _stopped(match)
 
     def rest(self) -> pb.Delta:
         """The delta of a completion whose tokens the client has: text alone, perhaps none."""
@@ -96,6 +115,8 @@ class Answer:
             return _stopped(pb.StopMatch(eos_token_id=token.token_id))
         if token.finish == "stop_token":
             return _stopped(pb.StopMatch(stop_token_id=token.token_id))
+        if token.finish == "grammar":
+            return _stopped(pb.StopMatch(grammar=True))
         match = pb.StopMatch(max_tokens=self.work.max_tokens)
         if self.plan.window_limited:
             match = pb.StopMatch(context_window=self.plan.window)
@@ -106,10 +127,9 @@ def _stopped(match: pb.StopMatch) -> pb.Finished:
     return pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_match=match)
 
 
-def _top_logprobs(candidates: Sequence[Candidate], text: TextModel) -> pb.TopLogprobs:
-    return pb.TopLogprobs(
-        candidates=[
-            pb.TokenLogprob(token_id=one.token_id, logprob=one.logprob, text=text.token_text(one.token_id))
-            for one in candidates
-        ]
+def _top_logprobs(scored: Scored, text: TextModel) -> pb.TopLogprobs:
+    chosen, *candidates = (
+        pb.TokenLogprob(token_id=one.token_id, logprob=one.logprob, text=text.token_text(one.token_id))
+        for one in (scored.chosen, *scored.top)
     )
+    return pb.TopLogprobs(candidates=candidates, chosen=chosen)

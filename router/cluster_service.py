@@ -62,20 +62,40 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: call.Context) -> pb.DrainWorkerResponse:
         """Let a worker leave; the last of its role only by force."""
         async with call.reporting(context, "DrainWorker"), self._worker(request.worker) as worker:
+            leaving = self._heard(request.worker)
             if not request.force:
-                self._check_spare(request.worker)
+                self._check_spare(leaving)
             limit_s = request.limit_s if request.HasField("limit_s") else DRAIN_LIMIT_S
-            await worker.Drain(worker_pb2.DrainRequest(limit_s=limit_s), timeout=WORKER_LIMIT_S)
-            return pb.DrainWorkerResponse()
+            await self._begin_drain(worker, leaving, limit_s)
+            return pb.DrainWorkerResponse(incarnation=leaving.incarnation, requests=leaving.load.requests)
 
-    def _check_spare(self, name: str) -> None:
-        """Raises InvalidRequest unless another worker of the same role stays; if one does, `name` counts as leaving."""
-        members = {str(info.id): info for info in self._view.members()}
-        role, leaving = members[name].role, str(members[name].incarnation)
+    async def _begin_drain(
+        self, worker: "worker_pb2_grpc.WorkerServiceAsyncStub", leaving: pb.WorkerStatus, limit_s: float
+    ) -> None:
+        try:
+            await worker.Drain(worker_pb2.DrainRequest(limit_s=limit_s), timeout=WORKER_LIMIT_S)
+        except grpc.aio.AioRpcError as error:
+            self._leaving.discard(leaving.incarnation)
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+            may = "it may obey later: look at `pdserve status`, and try again"
+            raise Unavailable(f"{leaving.id} does not answer; {may}") from None
+
+    def _heard(self, name: str) -> pb.WorkerStatus:
+        """A member as it was last heard. Raises Unavailable while it is silent: it would obey much later, or never."""
+        for worker in self._view.status().workers:
+            if worker.id == name:
+                return worker
+        problem = "is there, but silent: it stands still, or was lost and is being started again"
+        raise Unavailable(f"{name} {problem}; wait until `pdserve status` shows it at work, and try again")
+
+    def _check_spare(self, leaving: pb.WorkerStatus) -> None:
+        """Raises InvalidRequest unless another worker of this role stays; if one does, `leaving` counts as leaving."""
+        name, role = leaving.id, leaving.role
         others = [worker for worker in self._view.status().workers if worker.role == role and worker.id != name]
         if not any(not worker.draining and worker.incarnation not in self._leaving for worker in others):
             raise InvalidRequest("worker", f"{name} is the last {role} worker; force (--force) drains it all the same")
-        self._leaving = {worker.incarnation for worker in others} & self._leaving | {leaving}
+        self._leaving = {worker.incarnation for worker in others} & self._leaving | {leaving.incarnation}
 
     async def InflictChaos(self, request: pb.InflictChaosRequest, context: call.Context) -> pb.InflictChaosResponse:
         """Harm a worker."""

@@ -62,6 +62,11 @@ class Directory:
         """All that have not left, lost ones, too."""
         return tuple(info for info in self._members if info.incarnation not in self._left)
 
+    @property
+    def silent(self) -> tuple[WorkerInfo, ...]:
+        """Members that are not heard now."""
+        return tuple(info for info in self.members if info.incarnation not in self._peers)
+
     def down_for_s(self) -> float:
         """How long no prefill worker has reached a decode worker; 0 while one does."""
         now = asyncio.get_running_loop().time()
@@ -119,7 +124,7 @@ class Directory:
             raise
         finally:
             if peer is not None:
-                if peer.beat.draining:  # it went for good, even if the registry was away and did not hear of it
+                if _has_drained(peer):  # it went for good, even if the registry was away and did not hear of it
                     self._left.add(info.incarnation)
                 del self._peers[info.incarnation]
                 peer.client.fail(error)
@@ -145,6 +150,11 @@ class Directory:
             peer.take(await heartbeat.next())
             self.down_for_s()
             self._on_change()
+
+
+def _has_drained(peer: Peer) -> bool:
+    """Whether it held nothing any more and was about to end. One that is lost with work on it is started again."""
+    return peer.beat.draining and not peer.beat.load.requests
 
 
 async def _stream_of(peer: Peer) -> None:

@@ -102,7 +102,8 @@ class Dispatcher:
         """The prompt goes to these legs."""
         prefix = _prefix(wish, legs.prefill)
         known_tokens = self._affinity.known_tokens(prefix, legs.prefill.info.incarnation)
-        legs.occupy(len(wish.work.token_ids) - known_tokens, resumes=wish.resumes)
+        num_computed = len(wish.work.token_ids) - (0 if wish.work.scores_prompt else known_tokens)
+        legs.occupy(num_computed, resumes=wish.resumes)
         self._affinity.note(prefix, legs.prefill.info.incarnation)
         if legs.decode is not None:
             self._affinity.note(prefix, legs.decode.info.incarnation)

@@ -50,11 +50,12 @@ class Status:
         self._pipeline = pipeline
 
     def status(self) -> cluster_pb2.GetStatusResponse:
-        """Live workers, oldest id first, and the requests here."""
+        """Live workers by id, who is silent, and the requests here."""
         return cluster_pb2.GetStatusResponse(
             workers=[self._worker(peer) for peer in self._peers()],
             queued_requests=len(self._room),
             running_requests=self._pipeline.num_running,
+            silent=sorted(info.id for info in self._directory.silent),
         )
 
     def members(self) -> tuple[WorkerInfo, ...]:
@@ -95,4 +96,7 @@ class Status:
             pages=beat.pages,
             linked=sorted(linked),
             draining=beat.draining,
+            work=beat.work,
+            recent=peer.recent.work(),
+            limits=beat.limits if beat.HasField("limits") else None,
         )

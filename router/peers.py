@@ -5,21 +5,24 @@ does not move for `stuck_after_s`, or when it is no longer a member. All that ru
 """
 
 import asyncio
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 
 import grpc.aio
 
-from pdserve.errors import WorkerLost
+from pdserve.errors import WorkerLost, WorkerSilent
 from pdserve.internal.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.membership import WorkerInfo
 from pdserve.vitals import SILENCE_LIMIT_S
 from router.decode_client import DecodeClient
 from router.prefill_client import PrefillClient
+from router.recent import Recent
 
+_log = logging.getLogger(__name__)
 CONNECT_LIMIT_S = 5.0
 LATE_S = 0.3  # by which our own timer is late when our process, not the worker, was stopped
 GRACE_S = 0.05  # a timer may run before the beat that came first
-CATCH_UP_S = 0.3  # for beats that came while our process stood still, and one more
+CATCH_UP_S = 0.2  # for beats that came while our process stood still, and one more
 
 
 @dataclass(eq=False)
@@ -30,10 +33,15 @@ class PrefillPeer:
     client: PrefillClient
     beat: worker_pb2.WatchResponse
     others: int = 0  # tokens of other routers, at the last beat
+    recent: Recent = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.recent = Recent(self.beat.work)
 
     def take(self, beat: worker_pb2.WatchResponse) -> None:
         """Note what the worker says of itself."""
         self.beat = beat
+        self.recent.add(beat.work)
         self.others = max(0, beat.load.queued_tokens - self.client.queued_tokens)
 
     @property
@@ -59,10 +67,15 @@ class DecodePeer:
     client: DecodeClient
     beat: worker_pb2.WatchResponse
     others: int = 0  # requests of other routers, at the last beat
+    recent: Recent = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.recent = Recent(self.beat.work)
 
     def take(self, beat: worker_pb2.WatchResponse) -> None:
         """Note what the worker says of itself."""
         self.beat = beat
+        self.recent.add(beat.work)
         self.others = max(0, beat.load.requests - self.client.num_tickets)
 
     @property
@@ -104,10 +117,13 @@ class Heartbeat:
         loop = asyncio.get_running_loop()
         due = loop.time() + limit_s
         await asyncio.wait({reading}, timeout=limit_s)
+        late_s = loop.time() - due
+        if not reading.done() and late_s >= LATE_S:
+            _log.warning("this router stood still for %.1f s: %s is given time to be heard", late_s, self._info.id)
         if not reading.done():
-            await asyncio.wait({reading}, timeout=GRACE_S if loop.time() < due + LATE_S else CATCH_UP_S)
+            await asyncio.wait({reading}, timeout=GRACE_S if late_s < LATE_S else CATCH_UP_S)
         if not reading.done():
-            raise WorkerLost(f"{self._info.id}: no beat for {limit_s:g} s")
+            raise WorkerSilent(f"{self._info.id}: no beat for {limit_s:g} s")
         self._reading = None
         try:
             beat = reading.result()

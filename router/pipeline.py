@@ -87,6 +87,7 @@ class Pipeline:
             legs.decode.client.adopt(legs.ticket, sampled.token)
         record.computed_tokens += sampled.computed_tokens
         if record.first_token is None:  # of the prompt alone: who resumes finds the tokens so far cached as well
+            record.prompt_scores = call.scores
             record.cached_tokens = min(sampled.cached_tokens, work.prompt_length)
         return sampled.token
 

@@ -1,6 +1,6 @@
 """A router's side of a prefill worker: one call per attempt.
 
-    prefill ──> Sampled: the first token ──> Pushed: decode has all the KV
+    prefill ──> (scores of the prompt, where asked for) ──> Sampled: the first token ──> Pushed: decode has all the KV
 
 Leaving `prefill`'s block cancels the call, and with it all that the worker does for it. A call and its ticket share
 their fate until decode has all the KV: what ends one ends the other. When the worker is lost, every open call fails at
@@ -17,8 +17,8 @@ import grpc.aio
 from pdserve import rpc
 from pdserve.errors import LegFailed, PdserveError, Unavailable, WorkerLost
 from pdserve.internal.v1 import prefill_pb2, prefill_pb2_grpc
-from pdserve.request import Token, WorkerId, WorkRequest
-from pdserve.wire import request_to_wire, ticket_to_wire, token_from_wire
+from pdserve.request import Scored, Token, WorkerId, WorkRequest
+from pdserve.wire import request_to_wire, scored_from_wire, ticket_to_wire, token_from_wire
 from router.decode_client import HeldTicket
 
 
@@ -45,6 +45,7 @@ class PrefillCall:
     def __init__(self, held: HeldTicket | None) -> None:
         loop = asyncio.get_running_loop()
         self.pushed: Pushed | None = None
+        self.scores: list[Scored] = []  # of the prompt's tokens, all there before `sampled`
         self._sampled: asyncio.Future[Sampled] = loop.create_future()
         self._held = held
         if held is not None:
@@ -57,6 +58,8 @@ class PrefillCall:
     def take(self, response: prefill_pb2.PrefillResponse) -> None:
         """Note what the worker says."""
         match response.WhichOneof("event"):
+            case "scores":
+                self.scores += map(scored_from_wire, response.scores.tokens)
             case "sampled" if not self._sampled.done():
                 said = response.sampled
                 self._sampled.set_result(Sampled(token_from_wire(said.token), said.computed_tokens, said.cached_tokens))

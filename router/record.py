@@ -5,9 +5,11 @@ The service makes a record when a request arrives; the pipeline fills it in whil
 All times are seconds on the event loop's clock, None until the thing has happened.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.membership import WorkerInfo
+from pdserve.request import Scored
 from pdserve.v1 import generation_pb2 as pb
 
 
@@ -30,6 +32,7 @@ class RequestRecord:
     cached_tokens: int = 0  # prompt tokens that needed no computing
     decode_steps: int = 0
     kv_bytes: int = 0  # over the link
+    prompt_scores: Sequence[Scored] = ()  # of prompt tokens from the second on, where asked for
     prefill: WorkerInfo | None = None
     decode: WorkerInfo | None = None
 

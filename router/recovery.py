@@ -3,13 +3,13 @@
     attempt ──LegFailed──> strikes counted ──back-off──> next attempt with prompt + emitted tokens
                                 └── too many in a row: Unavailable, which says what happened
 
-A strike is an attempt that failed before it had delivered much; a lost worker counts twice, because a request that
-ends every worker it meets must not meet them all. An attempt that gets on wipes the slate.
+A strike is an attempt that failed before it had delivered much; a worker that died counts twice, because a request
+that ends every worker it meets must not meet them all. An attempt that gets on wipes the slate.
 """
 
 import asyncio
 
-from pdserve.errors import LegFailed, PdserveError, ProtocolError, Unavailable, UnknownTicket, WorkerLost
+from pdserve.errors import LegFailed, PdserveError, ProtocolError, Unavailable, UnknownTicket, WorkerLost, WorkerSilent
 from pdserve.request import Token, WorkRequest
 
 RESUMABLE = (LegFailed, ProtocolError, UnknownTicket)  # faults of an attempt, not of the request
@@ -47,7 +47,7 @@ class Recovery:
         if len(self._emitted) - self._num_before >= GOOD_TOKENS:
             self._strikes = 0
         self._num_before = len(self._emitted)
-        self._strikes += 2 if isinstance(error, WorkerLost) else 1
+        self._strikes += 2 if isinstance(error, WorkerLost) and not isinstance(error, WorkerSilent) else 1
         self.num_resumes += 1
         if self._strikes > MAX_STRIKES:
             raise Unavailable(f"given up after {self.num_resumes} attempts, the last one ended with: {error}")

@@ -17,12 +17,13 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from pdserve.errors import InvalidRequest, ProtocolError
+from pdserve.errors import AlreadyComplete, InvalidRequest, ProtocolError
 from pdserve.request import Token, WorkRequest
 from pdserve.v1 import generation_pb2 as pb
 from pdserve.v1 import generation_pb2_grpc
 from router import call, validation
 from router.answer import Answer
+from router.checks import check_token_ids
 from router.record import RequestRecord
 from router.tokenizer import Piece, TextModel, in_thread_if_long
 from router.validation import ServedModel
@@ -78,11 +79,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         answer = await in_thread_if_long(validation.prompt_size(request), _begun, request, model, label)
         record.prompt_tokens, record.received_tokens = answer.work.prompt_length, answer.work.num_emitted
-        if answer.finished is None:
-            last = await self._stream(answer, record, out)
-        else:  # the client lacks the end of the text at most
-            last = answer.rest()
-            await out.write(pb.GenerateResponse(started=answer.started()))
+        try:
+            last = await self._stream(answer, record, out) if answer.finished is None else await _rest(answer, out)
+        except AlreadyComplete:
+            answer.complete()
+            last = await _rest(answer, out)
         if answer.finished is None:
             raise ProtocolError(f"request {label!r}: the tokens ended without a reason")
         record.finished = asyncio.get_running_loop().time()
@@ -97,6 +98,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async for token in tokens:
                 if token.number == work.num_emitted:
                     await out.write(pb.GenerateResponse(started=answer.started()))
+                    for scores in answer.prompt_logprobs(record.prompt_scores):
+                        await out.write(pb.GenerateResponse(prompt_logprobs=scores))
                 last = answer.delta(token)
                 if answer.finished is not None:
                     break
@@ -128,7 +131,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The text of token ids, special tokens included: what Tokenize took apart comes back whole."""
         async with call.reporting(context, "Detokenize"):
             model = self._models.find(request.model)
-            validation.check_token_ids("token_ids", request.token_ids, model.card.vocab_size)
+            check_token_ids("token_ids", request.token_ids, model.card.vocab_size)
             ids = list(request.token_ids)
             text = await in_thread_if_long(len(ids), model.text.decode, ids, skip_special_tokens=False)
             return pb.DetokenizeResponse(text=text)
@@ -138,6 +141,12 @@ def _begun(request: pb.GenerateRequest, model: ServedModel, label: str) -> Answe
     answer = Answer(validation.plan(request, model, label), model)
     answer.replay(request.resume.text_length)
     return answer
+
+
+async def _rest(answer: Answer, out: call.Out) -> pb.Delta:
+    """For a client that has all tokens: it lacks the end of the text at most."""
+    await out.write(pb.GenerateResponse(started=answer.started()))
+    return answer.rest()
 
 
 async def _write_delta(out: call.Out, delta: pb.Delta) -> None:

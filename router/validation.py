@@ -13,6 +13,8 @@ from pdserve.model_card import ModelCard
 from pdserve.request import MAX_TOP_LOGPROBS, Sampling, WorkRequest
 from pdserve.v1 import generation_pb2 as pb
 from router.chat import ROLES, Message
+from router.checks import at_most, check_token_ids, require, within
+from router.steering import check_choice, steering_of
 from router.tokenizer import TextModel
 
 MAX_TEMPERATURE = 100
@@ -22,6 +24,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LABEL_CHARACTERS = 256
 DEFAULT_MAX_TOKENS = 256
 _REPLAY_COST = 4  # of a token of `resume`, in characters of a prompt: 2 to 4 us
+_GRAMMAR_COST = 4  # of a byte of a grammar
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,10 @@ def plan(request: pb.GenerateRequest, model: ServedModel, label: str) -> Plan:
     card = model.card
     check_label(label)
     sampling, stopping = _sampling(request.sampling, _seed(request)), _stopping(request.stopping, model)
-    top_logprobs = _within("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    top_logprobs = within("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    prompt_logprobs = within("prompt_logprobs", request.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+    _check_stage(request)
+    steering = steering_of(request, card.vocab_size, model.text)
     _check_resume(request, card)
     prompt = _fitted_prompt(request, model)
     max_tokens = min(stopping.max_tokens, card.window - len(prompt))
@@ -74,7 +80,12 @@ def plan(request: pb.GenerateRequest, model: ServedModel, label: str) -> Plan:
         min_tokens=min(stopping.min_tokens, max_tokens),
         stop_token_ids=stopping.stop_token_ids | eos_token_ids,
         top_logprobs=top_logprobs,
+        steering=steering,
+        logprobs=request.logprobs,
+        logprobs_as_drawn=request.logprobs_stage == pb.LOGPROBS_STAGE_DRAWN,
+        prompt_logprobs=prompt_logprobs if request.HasField("prompt_logprobs") else None,
     )
+    check_choice(work, card.vocab_size)
     work = work.resumed(_received(request, work))
     limited = max_tokens < stopping.max_tokens
     return Plan(work, stopping.stop, request.priority, eos_token_ids, card.window, limited)
@@ -84,14 +95,6 @@ def check_label(label: str) -> None:
     """Labels go into logs."""
     if len(label) > MAX_LABEL_CHARACTERS:
         raise InvalidRequest("request_id", f"has {len(label)} characters; at most {MAX_LABEL_CHARACTERS}")
-
-
-def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Every id must be inside the vocabulary."""
-    if token_ids and max(token_ids) >= vocab_size:
-        index = next(index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
-        problem = f"{token_ids[index]} is outside the vocabulary; must be 0 to {vocab_size - 1}"
-        raise InvalidRequest(f"{field}[{index}]", problem)
 
 
 def chat_messages(chat: pb.Chat) -> list[Message]:
@@ -110,6 +113,7 @@ def prompt_size(request: pb.GenerateRequest | pb.TokenizeRequest) -> int:
     size = len(request.text) + sum(len(message.content) for message in request.chat.messages)
     if isinstance(request, pb.GenerateRequest):
         size += len(request.token_ids.ids) + _REPLAY_COST * len(request.resume.token_ids)
+        size += _GRAMMAR_COST * request.grammar.ByteSize()
     return size
 
 
@@ -141,6 +145,12 @@ def _received(request: pb.GenerateRequest, work: WorkRequest) -> Sequence[int]:
     return resume.token_ids
 
 
+def _check_stage(request: pb.GenerateRequest) -> None:
+    if request.logprobs_stage not in pb.LogprobsStage.values():
+        problem = f"{request.logprobs_stage} is unknown; must be one of {', '.join(pb.LogprobsStage.keys())}"
+        raise InvalidRequest("logprobs_stage", problem)
+
+
 def _seed(request: pb.GenerateRequest) -> int:
     sampling, resume = request.sampling, request.resume
     if not request.HasField("resume"):
@@ -153,21 +163,19 @@ def _seed(request: pb.GenerateRequest) -> int:
 def _sampling(sampling: pb.Sampling, seed: int) -> Sampling:
     temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
     top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
-    _require(0 <= temperature <= MAX_TEMPERATURE, "sampling.temperature", temperature, f"0 to {MAX_TEMPERATURE}")
-    _require(0 < top_p <= 1, "sampling.top_p", top_p, "more than 0, and at most 1")
-    _require(0 <= sampling.min_p <= 1, "sampling.min_p", sampling.min_p, "0 to 1")
-    _require(sampling.top_k >= 0, "sampling.top_k", sampling.top_k, "at least 0 (0: all tokens)")
+    require(0 <= temperature <= MAX_TEMPERATURE, "sampling.temperature", temperature, f"0 to {MAX_TEMPERATURE}")
+    require(0 < top_p <= 1, "sampling.top_p", top_p, "more than 0, and at most 1")
+    require(0 <= sampling.min_p <= 1, "sampling.min_p", sampling.min_p, "0 to 1")
+    require(sampling.top_k >= 0, "sampling.top_k", sampling.top_k, "at least 0 (0: all tokens)")
     return Sampling(temperature=temperature, top_k=sampling.top_k, top_p=top_p, min_p=sampling.min_p, seed=seed)
 
 
 def _stopping(stopping: pb.Stopping, model: ServedModel) -> _Stopping:
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS
-    _require(max_tokens >= 1, "stopping.max_tokens", max_tokens, "at least 1")
-    _within("stopping.min_tokens", stopping.min_tokens, 0, max_tokens)
+    require(max_tokens >= 1, "stopping.max_tokens", max_tokens, "at least 1")
+    within("stopping.min_tokens", stopping.min_tokens, 0, max_tokens)
     _check_stop_strings(stopping.stop, model.text)
-    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        problem = f"has {len(stopping.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}"
-        raise InvalidRequest("stopping.stop_token_ids", problem)
+    at_most("stopping.stop_token_ids", len(stopping.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, model.card.vocab_size)
     return _Stopping(
         max_tokens=max_tokens,
@@ -181,8 +189,7 @@ def _stopping(stopping: pb.Stopping, model: ServedModel) -> _Stopping:
 def _check_stop_strings(stop: Sequence[str], text: TextModel) -> None:
     if stop and text.tokenizer is None:
         raise InvalidRequest("stopping.stop", "this model has no tokenizer; use stop_token_ids")
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest("stopping.stop", f"has {len(stop)} entries; at most {MAX_STOP_STRINGS}")
+    at_most("stopping.stop", len(stop), MAX_STOP_STRINGS)
     for index, string in enumerate(stop):
         if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
             problem = f"has {len(string)} characters; must have 1 to {MAX_STOP_CHARACTERS}"
@@ -193,7 +200,7 @@ def _fitted_prompt(request: pb.GenerateRequest, model: ServedModel) -> tuple[int
     """The prompt's last `truncate_prompt_tokens` tokens; they must leave room for one token in the window."""
     keep = request.truncate_prompt_tokens
     if request.HasField("truncate_prompt_tokens"):
-        _require(keep >= 1, "truncate_prompt_tokens", keep, "at least 1")
+        require(keep >= 1, "truncate_prompt_tokens", keep, "at least 1")
     field, token_ids = _prompt(request, model)
     if not token_ids:
         raise InvalidRequest(field, "the prompt is empty; it must have at least one token")
@@ -233,14 +240,3 @@ def _check_pages(prompt_tokens: int, max_tokens: int, max_request_tokens: int) -
     if room < 1:
         raise InvalidRequest("prompt", problem + f"the prompt must have at most {max_request_tokens - 1}")
     raise InvalidRequest("stopping.max_tokens", problem + f"must be 1 to {room} for this prompt")
-
-
-def _within(field: str, value: int, lowest: int, highest: int) -> int:
-    _require(lowest <= value <= highest, field, value, f"{lowest} to {highest}")
-    return value
-
-
-def _require(allowed: bool, field: str, value: float, wanted: str) -> None:
-    if not allowed:  # comparisons with NaN are never true, so NaN ends here too
-        shown = value if isinstance(value, int) else f"{value:.7g}"
-        raise InvalidRequest(field, f"{shown} is not allowed; must be {wanted}")

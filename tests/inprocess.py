@@ -18,6 +18,7 @@ from decode_worker.service import DecodeServicer, Receiver
 from decode_worker.worker import DecodeWorker
 from engine.batch import Chunk
 from engine.load import Engine
+from engine.pilot import pilot_of
 from engine.sampler import Step, sample
 from pdserve import rpc
 from pdserve.internal.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
@@ -132,10 +133,13 @@ class InProcess:
 def reference(engine: Engine, work: WorkRequest) -> list[Token]:
     """The same completion by one engine that serves nobody else: the whole prompt at once, then token by token."""
     pages = list(range(engine.card.kv_layout.pages_for(work.max_length)))
-    tokens = sample(engine.runner.run([Chunk(work.token_ids, 0, pages, sample=True)]), [Step(work, 0)])
-    while not tokens[-1].finish:
-        chunk = Chunk([tokens[-1].token_id], work.prompt_length + tokens[-1].number, pages, sample=True)
-        tokens += sample(engine.runner.run([chunk]), [Step(work, len(tokens))])
+    pilot = pilot_of(work, engine.card.vocab_size, engine.grammars)
+    chunk, tokens = Chunk(work.token_ids, 0, pages, sample=True), list[Token]()
+    while not (tokens and tokens[-1].finish):
+        step = Step(work, work.num_emitted + len(tokens), pilot)
+        (token,) = sample(engine.runner.run([chunk]), [step])
+        tokens.append(token if pilot is None else pilot.take(token))
+        chunk = Chunk([token.token_id], step.position, pages, sample=True)
     return tokens
 
 

@@ -40,20 +40,26 @@ class GetStatusResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    SILENT_FIELD_NUMBER: _builtins.int
     queued_requests: _builtins.int
     running_requests: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def silent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of workers that have not left, but are not heard now: they stand still, were lost, or have just registered."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         queued_requests: _builtins.int = ...,
         running_requests: _builtins.int = ...,
+        silent: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued_requests", b"queued_requests", "running_requests", b"running_requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued_requests", b"queued_requests", "running_requests", b"running_requests", "silent", b"silent", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -74,6 +80,9 @@ class WorkerStatus(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     LINKED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -92,6 +101,18 @@ class WorkerStatus(_message.Message):
     def linked(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Decode workers that a prefill worker has a link to."""
 
+    @_builtins.property
+    def work(self) -> Global___Work:
+        """Since the worker started."""
+
+    @_builtins.property
+    def recent(self) -> Global___Work:
+        """What the last few seconds added to it: clock_s is how many."""
+
+    @_builtins.property
+    def limits(self) -> Global___Limits:
+        """As the worker measured them when it started, on its own device and threads. Absent: it did not."""
+
     def __init__(
         self,
         *,
@@ -106,14 +127,82 @@ class WorkerStatus(_message.Message):
         pages: Global___Pages | None = ...,
         linked: _abc.Iterable[_builtins.str] | None = ...,
         draining: _builtins.bool = ...,
+        work: Global___Work | None = ...,
+        recent: Global___Work | None = ...,
+        limits: Global___Limits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pages", b"pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "load", b"load", "pages", b"pages", "recent", b"recent", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "exact", b"exact", "id", b"id", "incarnation", b"incarnation", "linked", b"linked", "load", b"load", "model", b"model", "pages", b"pages", "pid", b"pid", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "exact", b"exact", "id", b"id", "incarnation", b"incarnation", "limits", b"limits", "linked", b"linked", "load", b"load", "model", b"model", "pages", b"pages", "pid", b"pid", "recent", b"recent", "role", b"role", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class Work(_message.Message):
+    """Work is what a worker has computed: counters, of which differences mean something."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLOCK_S_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    FLOPS_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    clock_s: _builtins.float
+    """The worker's clock when it looked at the others."""
+    busy_s: _builtins.float
+    """Inside steps of the engine."""
+    passes: _builtins.int
+    """Forward passes that are complete, and their rows: prompt tokens, or the tokens of decode steps."""
+    tokens: _builtins.int
+    flops: _builtins.float
+    """Of the model: linear layers and attention. Grows while a pass is under way."""
+    read_bytes: _builtins.float
+    """Weights and KV, each once per pass; likewise."""
+    def __init__(
+        self,
+        *,
+        clock_s: _builtins.float = ...,
+        busy_s: _builtins.float = ...,
+        passes: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        flops: _builtins.float = ...,
+        read_bytes: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "clock_s", b"clock_s", "flops", b"flops", "passes", b"passes", "read_bytes", b"read_bytes", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Work: _TypeAlias = Work  # noqa: Y015
+
+@_typing.final
+class Limits(_message.Message):
+    """Limits is what a machine allows to one worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READ_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    FLOPS_PER_S_FIELD_NUMBER: _builtins.int
+    read_bytes_per_s: _builtins.float
+    flops_per_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        read_bytes_per_s: _builtins.float = ...,
+        flops_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flops_per_s", b"flops_per_s", "read_bytes_per_s", b"read_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):
@@ -149,12 +238,21 @@ Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
 class DrainWorkerResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """Of the worker that leaves. One of this name and another incarnation, later: it was lost before it had drained."""
+    requests: _builtins.int
+    """Requests that it had when last heard."""
     def __init__(
         self,
+        *,
+        incarnation: _builtins.str = ...,
+        requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

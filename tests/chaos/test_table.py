@@ -12,6 +12,7 @@ from tests.chaos.table.eye import Entry, Look, Place
 from tests.chaos.table.hits import Sent, Strike, hits
 from tests.chaos.table.load import Job, late_text
 from tests.chaos.table.record import Expected, Received, Record, Verdict, judge
+from tests.chaos.table.stillness import Stillness
 from tests.chaos.table.table import Table
 
 FAULT_AT = 100.0
@@ -104,6 +105,15 @@ def test_a_stop_string_comes_for_the_first_time_near_the_end() -> None:
     (stop,) = late_text(text)
     assert text.find(stop) >= len(text) * 9 // 10
     assert late_text("a") == []
+
+
+def test_only_a_standstill_at_the_time_of_the_fault_counts(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.write_text("100.0 0.5\n103.0 0.2\n")
+    still = Stillness(notes)
+    assert still.longest_s(100.4, 101.0) == 0.5
+    assert still.longest_s(100.6, 102.9) == 0
+    assert still.longest_s(99.0, 104.0) == 0.5
 
 
 @pytest.mark.slow

@@ -192,12 +192,26 @@ def of_session(session: Path) -> list[int]:
 
 def child(session: Path, pattern: str) -> psutil.Process:
     """The one process of the session whose command line matches."""
-    found = []
+    (one,) = children(session, pattern)
+    return one
+
+
+def children(session: Path, pattern: str) -> list[psutil.Process]:
+    """The processes of the session whose command lines match."""
+    found: list[psutil.Process] = []
     for pid in of_session(session):
         with suppress(psutil.NoSuchProcess):  # Ray's helpers come and go
             process = psutil.Process(pid)
             found += [process] if re.search(pattern, " ".join(process.cmdline())) else []
-    (one,) = found
+    return found
+
+
+def serving_router(session: Path, address: str) -> psutil.Process:
+    """The one that listens; the other one is its spare."""
+    port = int(address.rpartition(":")[2])
+    routers = children(session, "cluster.node")
+    listening = [each for each in routers if any(port == at.laddr.port for at in each.net_connections("tcp"))]
+    (one,) = listening
     return one
 
 

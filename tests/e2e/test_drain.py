@@ -10,17 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from cluster import control
 from cluster.audit import audit
 from cluster.control import drain
 from cluster.flags import AuditFlags, DrainFlags
+from cluster.readiness import is_linked
+from pdserve.errors import Unavailable
+from pdserve.v1.cluster_pb2 import GetStatusResponse
 from tests.e2e.harness import ROOT, Answer, Cluster, is_alive, running_cluster, token_request
 
-NUM_TOKENS = 400
+NUM_TOKENS = 480  # nearly all that the toy's window takes: two milliseconds each
 
 
 @pytest.fixture(scope="module")
 def big_cluster(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two of each; every test drains another one of them."""
+    """Two of each; every test drains another one of them, or one that comes back."""
     flags = ("--model", str(toy_folder), "--prefill", "2", "--decode", "2", "--dtype", "float32", "--verify-kv")
     with running_cluster(tmp_path_factory.mktemp("up"), *flags) as cluster:
         yield cluster
@@ -30,21 +34,29 @@ def prompt(salt: int) -> list[int]:
     return [(7 * i * i + 13 * i + salt) % 500 + 3 for i in range(30)]
 
 
-async def start(cluster: Cluster) -> tuple[list[Answer], "asyncio.Task[list[None]]"]:
-    """Long answers, all of them decoding."""
+async def start(cluster: Cluster, worker: str) -> tuple[list[Answer], "asyncio.Task[list[None]]"]:
+    """Long answers, some of them on this worker (or on all whose names begin so), with most of it to come."""
     answers = [Answer() for _ in range(6)]
     following = [
         cluster.follow(token_request(prompt(n), NUM_TOKENS, seed=n), answer) for n, answer in enumerate(answers)
     ]
     running = asyncio.ensure_future(asyncio.gather(*following))
     async with asyncio.timeout(60):
-        while not all(len(answer.token_ids) > 3 for answer in answers):
+        while await asyncio.to_thread(load_of, cluster, worker) < 2:
             await asyncio.sleep(0.01)
     return answers, running  # type: ignore[return-value]
 
 
+def load_of(cluster: Cluster, worker: str) -> int:
+    return sum(each.load.requests for each in cluster.status().workers if each.id.startswith(worker))
+
+
 def pid_of(cluster: Cluster, name: str) -> int:
     return next(each.pid for each in cluster.status().workers if each.id == name)
+
+
+def drainings(status: GetStatusResponse) -> set[tuple[str, bool]]:
+    return {(each.id, each.draining) for each in status.workers}
 
 
 async def wait_left(cluster: Cluster, name: str, pid: int) -> None:
@@ -60,7 +72,7 @@ async def test_what_a_drain_interrupts_goes_on_elsewhere_token_for_token(big_clu
     requests = [token_request(prompt(n), NUM_TOKENS, seed=n) for n in range(6)]
     undisturbed = await big_cluster.generate_all(requests, concurrency=6)
     pid = pid_of(big_cluster, "decode-1")
-    answers, running = await start(big_cluster)
+    answers, running = await start(big_cluster, "decode-1")
     await asyncio.to_thread(drain, DrainFlags("decode-1", limit_s=0, address=big_cluster.address))
     await running
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in undisturbed]
@@ -72,11 +84,46 @@ async def test_what_a_drain_interrupts_goes_on_elsewhere_token_for_token(big_clu
 
 async def test_sigterm_drains_too(big_cluster: Cluster) -> None:
     pid = pid_of(big_cluster, "prefill-1")
-    _, running = await start(big_cluster)
+    _, running = await start(big_cluster, "decode")
     os.kill(pid, signal.SIGTERM)
     await running
     await wait_left(big_cluster, "prefill-1", pid)
     assert len((await big_cluster.generate(token_request(prompt(9), 8))).token_ids) == 8
+
+
+async def test_a_worker_that_is_killed_while_it_drains_has_not_left(
+    big_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = pid_of(big_cluster, "decode-0")
+    _, running = await start(big_cluster, "decode-0")
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        os.kill(pid, signal.SIGKILL)
+
+    monkeypatch.setattr(control, "_say", say)
+    with pytest.raises(Unavailable, match="decode-0 was lost before it had drained, and has been started again"):
+        # by force: another test may have drained the other one
+        await asyncio.to_thread(drain, DrainFlags("decode-0", limit_s=60, force=True, address=big_cluster.address))
+    assert len(said) == 1
+    assert ("decode-0", False) in drainings(big_cluster.status())
+    assert pid_of(big_cluster, "decode-0") != pid
+    running.cancel()  # how they go on is shown above
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def test_a_worker_that_stands_still_is_there_but_silent(big_cluster: Cluster) -> None:
+    pid = pid_of(big_cluster, "decode-0")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        big_cluster.wait_until("silent", 10, lambda status: "decode-0" in status.silent)
+        with pytest.raises(Unavailable, match="decode-0 is there, but silent"):
+            drain(DrainFlags("decode-0", address=big_cluster.address))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    status = big_cluster.wait_until("heard", 10, lambda status: not status.silent and is_linked(status))
+    assert ("decode-0", False) in drainings(status)
 
 
 def test_the_command_refuses_who_is_not_there(big_cluster: Cluster) -> None:

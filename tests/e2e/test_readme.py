@@ -25,7 +25,7 @@ def commands() -> list[list[str]]:
 def test_the_commands_of_the_readme(smollm2_folder: Path, tmp_path: Path) -> None:
     up, *others = commands()
     assert up[1] == "up"
-    drain, audit, chaos = (command for command in others if command[1] in {"drain", "kv", "chaos"})
+    drain, audit, chaos, doctor = (each for each in others if each[1] in {"drain", "kv", "chaos", "doctor"})
     others = [command for command in others if command[1] in {"generate", "status"}]
     assert len(others) == 3
     pdserve, ready = [sys.executable, "-m", "cluster.cli"], tmp_path / "ready.json"
@@ -37,7 +37,8 @@ def test_the_commands_of_the_readme(smollm2_folder: Path, tmp_path: Path) -> Non
             assert time.monotonic() < deadline
             time.sleep(0.1)
         outputs = [subprocess.check_output([*pdserve, *each[1:]], cwd=ROOT, timeout=60, text=True) for each in others]
-        assert subprocess.check_output([*pdserve, *audit[1:]], cwd=ROOT, timeout=60, text=True).strip()
+        for command in (audit, doctor):
+            assert subprocess.check_output([*pdserve, *command[1:]], cwd=ROOT, timeout=60, text=True).strip()
         for command, why in ((drain, "'decode-1' is not there"), (chaos, "was not started with --chaos")):
             refused = subprocess.run([*pdserve, *command[1:]], cwd=ROOT, timeout=60, capture_output=True, text=True)
             assert refused.returncode == 2

@@ -3,8 +3,10 @@
 isort:skip_file
 Router to prefill worker: one call per request, open until decode has all the KV."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from pdserve.internal.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -47,21 +49,25 @@ class PrefillResponse(_message.Message):
 
     SAMPLED_FIELD_NUMBER: _builtins.int
     PUSHED_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sampled(self) -> Global___Sampled: ...
     @_builtins.property
     def pushed(self) -> Global___Pushed: ...
+    @_builtins.property
+    def scores(self) -> Global___PromptScores: ...
     def __init__(
         self,
         *,
         sampled: Global___Sampled | None = ...,
         pushed: Global___Pushed | None = ...,
+        scores: Global___PromptScores | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "pushed", b"pushed", "sampled", b"sampled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "pushed", b"pushed", "sampled", b"sampled", "scores", b"scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "pushed", b"pushed", "sampled", b"sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "pushed", b"pushed", "sampled", b"sampled", "scores", b"scores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["sampled", "pushed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["sampled", "pushed", "scores"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -93,6 +99,28 @@ class Sampled(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sampled: _TypeAlias = Sampled  # noqa: Y015
+
+@_typing.final
+class PromptScores(_message.Message):
+    """PromptScores go on where the last ones ended; they begin with the prompt's second token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Scored]: ...
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_worker_pb2.Scored] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptScores: _TypeAlias = PromptScores  # noqa: Y015
 
 @_typing.final
 class Pushed(_message.Message):

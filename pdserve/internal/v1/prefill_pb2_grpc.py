@@ -45,8 +45,9 @@ class PrefillServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """Prefill sends `sampled` at once when the first token is there, then `pushed` when decode acknowledged the last
-        payload; cancelling the call frees everything. Without a ticket (the first token is the last) nothing is pushed.
+        """Prefill sends `scores` where asked for, as chunks of the prompt are computed; `sampled` at once when the first
+        token is there; then `pushed` when decode acknowledged the last payload. Cancelling the call frees everything.
+        Without a ticket (the first token is the last) nothing is pushed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,16 +32,18 @@ class PrefillServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Prefill sends `sampled` at once when the first token is there, then `pushed` when decode acknowledged the last
-    payload; cancelling the call frees everything. Without a ticket (the first token is the last) nothing is pushed.
+    """Prefill sends `scores` where asked for, as chunks of the prompt are computed; `sampled` at once when the first
+    token is there; then `pushed` when decode acknowledged the last payload. Cancelling the call frees everything.
+    Without a ticket (the first token is the last) nothing is pushed.
     """
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Prefill sends `sampled` at once when the first token is there, then `pushed` when decode acknowledged the last
-    payload; cancelling the call frees everything. Without a ticket (the first token is the last) nothing is pushed.
+    """Prefill sends `scores` where asked for, as chunks of the prompt are computed; `sampled` at once when the first
+    token is there; then `pushed` when decode acknowledged the last payload. Cancelling the call frees everything.
+    Without a ticket (the first token is the last) nothing is pushed.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -51,8 +53,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """Prefill sends `sampled` at once when the first token is there, then `pushed` when decode acknowledged the last
-        payload; cancelling the call frees everything. Without a ticket (the first token is the last) nothing is pushed.
+        """Prefill sends `scores` where asked for, as chunks of the prompt are computed; `sampled` at once when the first
+        token is there; then `pushed` when decode acknowledged the last payload. Cancelling the call frees everything.
+        Without a ticket (the first token is the last) nothing is pushed.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

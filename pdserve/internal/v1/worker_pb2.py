@@ -25,39 +25,49 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import cluster_pb2 as pdserve_dot_v1_dot_cluster__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdserve/internal/v1/worker.proto\x12\x13pdserve.internal.v1\x1a\x18pdserve/v1/cluster.proto\"\x0e\n\x0cWatchRequest\"\xab\x01\n\rWatchResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x04\x12\x0f\n\x07\x62usy_ms\x18\x03 \x01(\x04\x12\x1e\n\x04load\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.Load\x12 \n\x05pages\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.Pages\x12\x0e\n\x06linked\x18\x06 \x03(\t\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\"\x12\n\x10GetLedgerRequest\"=\n\x11GetLedgerResponse\x12(\n\x06ledger\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.WorkerLedger\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07limit_s\x18\x01 \x01(\x01\"\x0f\n\rDrainResponse\"7\n\x13InflictChaosRequest\x12 \n\x05\x63haos\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Chaos\"\x16\n\x14InflictChaosResponse\"\xec\x01\n\x0bWorkRequest\x12\r\n\x05label\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x0c \x01(\r\"T\n\x06Ticket\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x04 \x01(\r\"o\n\x05Token\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x34\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x1e.pdserve.internal.v1.Candidate\x12\x0e\n\x06\x66inish\x18\x04 \x01(\t\".\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\xf2\x02\n\rWorkerService\x12P\n\x05Watch\x12!.pdserve.internal.v1.WatchRequest\x1a\".pdserve.internal.v1.WatchResponse0\x01\x12Z\n\tGetLedger\x12%.pdserve.internal.v1.GetLedgerRequest\x1a&.pdserve.internal.v1.GetLedgerResponse\x12N\n\x05\x44rain\x12!.pdserve.internal.v1.DrainRequest\x1a\".pdserve.internal.v1.DrainResponse\x12\x63\n\x0cInflictChaos\x12(.pdserve.internal.v1.InflictChaosRequest\x1a).pdserve.internal.v1.InflictChaosResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdserve/internal/v1/worker.proto\x12\x13pdserve.internal.v1\x1a\x18pdserve/v1/cluster.proto\"\x0e\n\x0cWatchRequest\"\xef\x01\n\rWatchResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x04\x12\x0f\n\x07\x62usy_ms\x18\x03 \x01(\x04\x12\x1e\n\x04load\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.Load\x12 \n\x05pages\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.Pages\x12\x0e\n\x06linked\x18\x06 \x03(\t\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x1e\n\x04work\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.Work\x12\"\n\x06limits\x18\t \x01(\x0b\x32\x12.pdserve.v1.Limits\"\x12\n\x10GetLedgerRequest\"=\n\x11GetLedgerResponse\x12(\n\x06ledger\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.WorkerLedger\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07limit_s\x18\x01 \x01(\x01\"\x0f\n\rDrainResponse\"7\n\x13InflictChaosRequest\x12 \n\x05\x63haos\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Chaos\"\x16\n\x14InflictChaosResponse\"\xfc\x02\n\x0bWorkRequest\x12\r\n\x05label\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x0c \x01(\r\x12/\n\x08steering\x18\r \x01(\x0b\x32\x1d.pdserve.internal.v1.Steering\x12\x10\n\x08logprobs\x18\x0e \x01(\x08\x12\x19\n\x11logprobs_as_drawn\x18\x0f \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"\xb3\x02\n\x08Steering\x12\x1a\n\x12repetition_penalty\x18\x01 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x02 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x03 \x01(\x01\x12@\n\nlogit_bias\x18\x04 \x03(\x0b\x32,.pdserve.internal.v1.Steering.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x05 \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x06 \x03(\r\x12-\n\x07grammar\x18\x07 \x01(\x0b\x32\x1c.pdserve.internal.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"%\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"T\n\x06Ticket\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x04 \x01(\r\"\x91\x01\n\x05Token\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x34\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x1e.pdserve.internal.v1.Candidate\x12\x0e\n\x06\x66inish\x18\x04 \x01(\t\x12\x14\n\x07logprob\x18\x05 \x01(\x02H\x00\x88\x01\x01\x42\n\n\x08_logprob\".\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"e\n\x06Scored\x12.\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1e.pdserve.internal.v1.Candidate\x12+\n\x03top\x18\x02 \x03(\x0b\x32\x1e.pdserve.internal.v1.Candidate\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\xf2\x02\n\rWorkerService\x12P\n\x05Watch\x12!.pdserve.internal.v1.WatchRequest\x1a\".pdserve.internal.v1.WatchResponse0\x01\x12Z\n\tGetLedger\x12%.pdserve.internal.v1.GetLedgerRequest\x1a&.pdserve.internal.v1.GetLedgerResponse\x12N\n\x05\x44rain\x12!.pdserve.internal.v1.DrainRequest\x1a\".pdserve.internal.v1.DrainResponse\x12\x63\n\x0cInflictChaos\x12(.pdserve.internal.v1.InflictChaosRequest\x1a).pdserve.internal.v1.InflictChaosResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.internal.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_STEERING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_STEERING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_WATCHREQUEST']._serialized_start=83
   _globals['_WATCHREQUEST']._serialized_end=97
   _globals['_WATCHRESPONSE']._serialized_start=100
-  _globals['_WATCHRESPONSE']._serialized_end=271
-  _globals['_GETLEDGERREQUEST']._serialized_start=273
-  _globals['_GETLEDGERREQUEST']._serialized_end=291
-  _globals['_GETLEDGERRESPONSE']._serialized_start=293
-  _globals['_GETLEDGERRESPONSE']._serialized_end=354
-  _globals['_DRAINREQUEST']._serialized_start=356
-  _globals['_DRAINREQUEST']._serialized_end=387
-  _globals['_DRAINRESPONSE']._serialized_start=389
-  _globals['_DRAINRESPONSE']._serialized_end=404
-  _globals['_INFLICTCHAOSREQUEST']._serialized_start=406
-  _globals['_INFLICTCHAOSREQUEST']._serialized_end=461
-  _globals['_INFLICTCHAOSRESPONSE']._serialized_start=463
-  _globals['_INFLICTCHAOSRESPONSE']._serialized_end=485
-  _globals['_WORKREQUEST']._serialized_start=488
-  _globals['_WORKREQUEST']._serialized_end=724
-  _globals['_TICKET']._serialized_start=726
-  _globals['_TICKET']._serialized_end=810
-  _globals['_TOKEN']._serialized_start=812
-  _globals['_TOKEN']._serialized_end=923
-  _globals['_CANDIDATE']._serialized_start=925
-  _globals['_CANDIDATE']._serialized_end=971
-  _globals['_FAILURE']._serialized_start=973
-  _globals['_FAILURE']._serialized_end=1013
-  _globals['_WORKERSERVICE']._serialized_start=1016
-  _globals['_WORKERSERVICE']._serialized_end=1386
+  _globals['_WATCHRESPONSE']._serialized_end=339
+  _globals['_GETLEDGERREQUEST']._serialized_start=341
+  _globals['_GETLEDGERREQUEST']._serialized_end=359
+  _globals['_GETLEDGERRESPONSE']._serialized_start=361
+  _globals['_GETLEDGERRESPONSE']._serialized_end=422
+  _globals['_DRAINREQUEST']._serialized_start=424
+  _globals['_DRAINREQUEST']._serialized_end=455
+  _globals['_DRAINRESPONSE']._serialized_start=457
+  _globals['_DRAINRESPONSE']._serialized_end=472
+  _globals['_INFLICTCHAOSREQUEST']._serialized_start=474
+  _globals['_INFLICTCHAOSREQUEST']._serialized_end=529
+  _globals['_INFLICTCHAOSRESPONSE']._serialized_start=531
+  _globals['_INFLICTCHAOSRESPONSE']._serialized_end=553
+  _globals['_WORKREQUEST']._serialized_start=556
+  _globals['_WORKREQUEST']._serialized_end=936
+  _globals['_STEERING']._serialized_start=939
+  _globals['_STEERING']._serialized_end=1246
+  _globals['_STEERING_LOGITBIASENTRY']._serialized_start=1198
+  _globals['_STEERING_LOGITBIASENTRY']._serialized_end=1246
+  _globals['_GRAMMAR']._serialized_start=1248
+  _globals['_GRAMMAR']._serialized_end=1285
+  _globals['_TICKET']._serialized_start=1287
+  _globals['_TICKET']._serialized_end=1371
+  _globals['_TOKEN']._serialized_start=1374
+  _globals['_TOKEN']._serialized_end=1519
+  _globals['_CANDIDATE']._serialized_start=1521
+  _globals['_CANDIDATE']._serialized_end=1567
+  _globals['_SCORED']._serialized_start=1569
+  _globals['_SCORED']._serialized_end=1670
+  _globals['_FAILURE']._serialized_start=1672
+  _globals['_FAILURE']._serialized_end=1712
+  _globals['_WORKERSERVICE']._serialized_start=1715
+  _globals['_WORKERSERVICE']._serialized_end=2085
 # @@protoc_insertion_point(module_scope)

@@ -62,7 +62,7 @@ class WorkerServiceServicer(object):
     """
 
     def Watch(self, request, context):
-        """Watch sends a beat every 200 ms, for as long as the router likes. No beat for 0.85 s: the worker is dead.
+        """Watch sends a beat every 150 ms, for as long as the router likes. No beat for 0.8 s: the worker is dead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

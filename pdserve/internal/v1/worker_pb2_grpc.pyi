@@ -34,7 +34,7 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WatchResponse]
-    """Watch sends a beat every 200 ms, for as long as the router likes. No beat for 0.85 s: the worker is dead."""
+    """Watch sends a beat every 150 ms, for as long as the router likes. No beat for 0.8 s: the worker is dead."""
     GetLedger: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetLedgerRequest, _worker_pb2.GetLedgerResponse]
     """GetLedger answers between two steps of the engine: a consistent view of its pages and of who holds them."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
@@ -50,7 +50,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WatchResponse]  # type: ignore[assignment]
-    """Watch sends a beat every 200 ms, for as long as the router likes. No beat for 0.85 s: the worker is dead."""
+    """Watch sends a beat every 150 ms, for as long as the router likes. No beat for 0.8 s: the worker is dead."""
     GetLedger: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetLedgerRequest, _worker_pb2.GetLedgerResponse]  # type: ignore[assignment]
     """GetLedger answers between two steps of the engine: a consistent view of its pages and of who holds them."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchResponse], _abc.AsyncIterator[_worker_pb2.WatchResponse]]:
-        """Watch sends a beat every 200 ms, for as long as the router likes. No beat for 0.85 s: the worker is dead."""
+        """Watch sends a beat every 150 ms, for as long as the router likes. No beat for 0.8 s: the worker is dead."""
 
     @_abc_1.abstractmethod
     def GetLedger(

@@ -8,6 +8,7 @@ integers modulo 2^64, where sums do not depend on batch or chunk.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -31,7 +32,8 @@ _ONES = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _FACTORS: Words = np.random.default_rng(0).integers(0, 2**63, WINDOW, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 _FACTOR_LIST: list[int] = _FACTORS.tolist()
-_IDS: Words = np.arange(1, VOCAB_SIZE + 1, dtype=np.uint64) * np.uint64(_ONES)
+_IDS: Words = np.arange(1, VOCAB_SIZE + 1, dtype=np.uint64)[None] * np.uint64(_ONES)
+_NO_ROWS = np.zeros((0, VOCAB_SIZE), np.float32)
 
 
 def layout() -> KvLayout:
@@ -98,7 +100,7 @@ class FakeForward:
     def __init__(self, runner: FakeRunner, chunks: Sequence[Chunk]) -> None:
         self.num_layers = 0
         self._runner = runner
-        self._rows = [(chunk, [_mix(token_id + 1) for token_id in chunk.token_ids]) for chunk in chunks]
+        self._rows = [_Row(chunk) for chunk in chunks]
 
     @property
     def is_complete(self) -> bool:
@@ -108,32 +110,44 @@ class FakeForward:
     def advance(self, num_layers: int) -> None:
         """See Forward."""
         for layer in range(self.num_layers, min(self.num_layers + num_layers, NUM_LAYERS)):
-            for chunk, hidden in self._rows:
-                _compute(self._runner.cache.words, layer, chunk, hidden)
+            for row in self._rows:
+                row.compute(self._runner.cache.words[:, layer], layer)
             self.num_layers += 1
             self._runner.progress += 1
 
     def logits(self) -> torch.Tensor:
         """See Forward."""
         assert self.is_complete
-        rows = [_logits(hidden[-1]) for chunk, hidden in self._rows if chunk.sample]
-        return torch.from_numpy(np.stack(rows) if rows else np.zeros((0, VOCAB_SIZE), np.float32))
+        return _as_tensor([_logits(row.hidden[-1]) for row in self._rows if row.chunk.sample])
 
 
-def _compute(words: Words, layer: int, chunk: Chunk, hidden: list[int]) -> None:
-    """One layer of a chunk: writes its KV, and replaces `hidden` by what it makes of all KV up to each position."""
-    num_pages = -(-(chunk.start + len(hidden)) // PAGE_TOKENS)
-    page_ids = list(chunk.page_ids[:num_pages])
-    lies = words[page_ids, layer].reshape(-1)
-    seen = int((lies[: chunk.start] * _FACTORS[: chunk.start]).sum()) if chunk.start else 0
-    for place, below in enumerate(hidden):
-        position = chunk.start + place
-        kv = _mix(below + layer + (position << 8))
-        lies[position] = kv
-        seen = (seen + kv * _FACTOR_LIST[position]) & _MASK
-        hidden[place] = _mix(below ^ seen)
-    first = chunk.start // PAGE_TOKENS
-    words[page_ids[first:], layer] = lies.reshape(-1, PAGE_TOKENS)[first:]
+class _Row:
+    """A chunk on its way through the layers."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self.hidden = [_mix(token_id + 1) for token_id in chunk.token_ids]
+        num_pages = -(-(chunk.start + len(self.hidden)) // PAGE_TOKENS)
+        self._page_ids = np.array(chunk.page_ids[:num_pages])
+
+    def compute(self, words: Words, layer: int) -> None:
+        """One layer, whose KV is `words` [page, token]: writes KV, and replaces `hidden` by what it makes of all KV up
+        to each position.
+        """
+        start, hidden = self.chunk.start, self.hidden
+        lies = words[self._page_ids].reshape(-1)
+        seen = int(lies[:start].dot(_FACTORS[:start]))  # modulo 2^64
+        for position, below in enumerate(hidden, start):
+            lies[position], seen, hidden[position - start] = _see(below, layer, position, seen)
+        first = start // PAGE_TOKENS
+        words[self._page_ids[first:]] = lies.reshape(-1, PAGE_TOKENS)[first:]
+
+
+def _see(below: int, layer: int, position: int, seen: int) -> tuple[int, int, int]:
+    """A layer at a position that has `seen` the KV before it: its own KV, what the next one sees, and what it makes."""
+    kv = _mix(below + layer + (position << 8))
+    seen = (seen + kv * _FACTOR_LIST[position]) & _MASK
+    return kv, seen, _mix(below ^ seen)
 
 
 def _mix(word: int) -> int:
@@ -143,14 +157,20 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
+@lru_cache(512)  # each token of the undisturbed answer is asked for again by the run
 def _logits(hidden: int) -> NDArray[np.float32]:
-    """fp32 [vocab], between -4 and 4."""
+    """fp32 [1, vocab], between -4 and 4; not to be written to."""
     words = _IDS + np.uint64(hidden)
     words ^= words >> np.uint64(30)
     words *= np.uint64(_MIX_1)
     words ^= words >> np.uint64(27)
     words *= np.uint64(_MIX_2)
-    return ((words >> np.uint64(40)).astype(np.float32) * np.float32(2**-21) - 4).astype(np.float32)
+    return (words >> np.uint64(40)).astype(np.float32) * np.float32(2**-21) - np.float32(4)
+
+
+def _as_tensor(rows: Sequence[NDArray[np.float32]]) -> torch.Tensor:
+    """fp32 [R, vocab], a copy; R may be 0."""
+    return torch.from_numpy(np.concatenate((_NO_ROWS, *rows)))
 
 
 @dataclass(frozen=True)
@@ -172,13 +192,29 @@ class FakeEngine:
 
 
 def undisturbed(work: WorkRequest) -> list[Token]:
-    """What the request's answer must be: one engine, one sequence, nobody else."""
-    engine = FakeEngine.with_pages(WINDOW // PAGE_TOKENS)
-    page_ids = range(WINDOW // PAGE_TOKENS)
-    chunk = Chunk(work.token_ids, 0, page_ids, sample=True)
+    """What the request's answer must be: one sequence, nobody else, and no pages at all."""
+    sequence, token_ids = _Sequence(), work.token_ids
     tokens: list[Token] = []
     while not (tokens and tokens[-1].finish):
-        step = Step(work, work.num_emitted + len(tokens))
-        tokens += sample(engine.runner.run([chunk]), [step])
-        chunk = Chunk([tokens[-1].token_id], step.position, page_ids, sample=True)
+        logits = sequence.logits_after(token_ids)
+        tokens += sample(logits, [Step(work, work.num_emitted + len(tokens))])
+        token_ids = (tokens[-1].token_id,)
     return tokens
+
+
+class _Sequence:
+    """What the layers of the engine have seen of one sequence."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._seen = [0] * NUM_LAYERS
+
+    def logits_after(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Append tokens; fp32 [1, vocab] for the one that follows."""
+        word = 0
+        for token_id in token_ids:
+            word = _mix(token_id + 1)
+            for layer, seen in enumerate(self._seen):
+                _, self._seen[layer], word = _see(word, layer, self._length, seen)
+            self._length += 1
+        return _as_tensor([_logits(word)])

@@ -191,6 +191,22 @@ class Corrupt:
         cluster.wires.on_arrival = corrupt
 
 
+KINDS: tuple[type[Fault], ...] = (
+    KillWorker,
+    KillRouter,
+    Stop,
+    Hang,
+    Slow,
+    CutWires,
+    CutLinks,
+    BreakCalls,
+    Part,
+    RegistryAway,
+    DrainWorker,
+    Corrupt,
+)
+
+
 class FaultMaker:
     """Draws faults for a cluster of some size."""
 

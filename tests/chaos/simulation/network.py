@@ -51,11 +51,11 @@ class Network:
 
     def later(self, delay_s: float, then: Callable[[], None]) -> None:
         """Run it, whoever sleeps."""
-        self.loop.call_at(self.loop.time() + delay_s, then, context=self._context)
+        self.loop.call_at(self.loop.now + delay_s, then, context=self._context)
 
     def note(self, what: str, detail: object) -> None:
         """Into the trace."""
-        self.trace.append((self.loop.time(), what, detail))
+        self.trace.append((self.loop.now, what, detail))
 
     def are_apart(self, a: Host, b: Host) -> bool:
         """Whether nothing passes between these hosts now."""
@@ -132,7 +132,7 @@ class Pipe:
             self._send(end)
 
     def _send(self, item: bytes | Exception | None) -> None:
-        now = self._network.loop.time()
+        now = self._network.loop.now
         self._due_at = max(self._due_at, now + self._network.delay())
         self._flying.append(item)
         self._network.later(self._due_at - now, self._arrive)

@@ -4,7 +4,7 @@ simulated channels, wires, registry and engines.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc.aio
@@ -102,7 +102,11 @@ class WorkerNode:
 
     def vitals(self) -> Vitals:
         """See VitalsSource."""
-        return replace(self.engine.vitals(), draining=self.drain.is_draining)
+        return self.engine.vitals(linked=self.linked(), draining=self.drain.is_draining)
+
+    def linked(self) -> tuple[Incarnation, ...]:
+        """The decode workers that a prefill worker reaches."""
+        return ()
 
     def background(self) -> list[Any]:
         """Coroutines that run beside the engine."""
@@ -144,8 +148,8 @@ class PrefillNode(WorkerNode):
         self.engine.problems += said_too_early(update)
         self.servicer.deliver(update)
 
-    def vitals(self) -> Vitals:
-        return replace(super().vitals(), linked=tuple(self.links.links_up().values()))
+    def linked(self) -> tuple[Incarnation, ...]:
+        return tuple(self.links.links_up().values())
 
     def background(self) -> list[Any]:
         return [self.links.fatal, _follow(Following(self.world.registry), self.links), self.servicer.watch_aborts()]

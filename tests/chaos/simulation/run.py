@@ -26,6 +26,7 @@ from tests.chaos.simulation import planted
 from tests.chaos.simulation.checks import census, until_clean, wrong_answers
 from tests.chaos.simulation.client import Client, Job
 from tests.chaos.simulation.cluster import Cluster
+from tests.chaos.simulation.faults import KINDS
 from tests.chaos.simulation.scenario import FIRST_S, Scenario, scenario
 from tests.chaos.simulation.virtual_loop import Stuck, VirtualLoop
 from tests.chaos.simulation.watched import WatchedDecodeLink, WatchedPrefillLink
@@ -33,6 +34,7 @@ from transport import receive, send
 
 LIMIT_S = 150.0  # of virtual time, for all
 CLEAN_S = 20.0
+PART_SEEDS = 25  # that a process takes at a time: the last part is over soon
 
 
 @dataclass
@@ -59,8 +61,7 @@ class _Errors(logging.Handler):
 @contextmanager
 def _surroundings(plan: Scenario, plants: Sequence[str]) -> Iterator[_Errors]:
     """What a run needs of this process: no garbage collection at odd moments, and no log but errors."""
-    errors, root = _Errors(), logging.getLogger()
-    level, last = root.level, logging.lastResort
+    errors, root, last = _Errors(), logging.getLogger(), logging.lastResort
     with ExitStack() as stack:
         stack.enter_context(patch.object(growth, "BLOCK_TOKENS", plan.shape.block_tokens))
         stack.enter_context(patch.object(receive, "DecodeLink", WatchedDecodeLink))
@@ -74,7 +75,6 @@ def _surroundings(plan: Scenario, plants: Sequence[str]) -> Iterator[_Errors]:
             yield errors
         finally:
             root.removeHandler(errors)
-            root.setLevel(level)
             logging.lastResort = last
             gc.enable()
 
@@ -171,8 +171,21 @@ def run_seeds(seeds: range, plants: Sequence[str] = ()) -> Iterator[Report]:
         yield run_seed(seed, plants)
 
 
-def _summaries(seeds: range, plants: Sequence[str]) -> list[tuple[int, list[str], Counter[str]]]:
-    return [(report.seed, report.problems, report.counts) for report in run_seeds(seeds, plants)]
+@dataclass(frozen=True)
+class _Part:
+    """What some seeds brought, and what they cost."""
+
+    problems: dict[int, list[str]]  # by seed
+    counts: Counter[str]
+    cpu_s: float
+
+
+def _part(seeds: range, plants: Sequence[str]) -> _Part:
+    began = time.process_time()
+    reports = list(run_seeds(seeds, plants))
+    problems = {report.seed: report.problems for report in reports if report.problems}
+    counts = sum((report.counts for report in reports), Counter[str]())
+    return _Part(problems, counts, time.process_time() - began)
 
 
 def main() -> int:
@@ -199,18 +212,28 @@ def _print_trace(report: Report) -> int:
 
 
 def _run_all(seeds: range, jobs: int, plants: Sequence[str]) -> int:
-    began, total, num_bad = time.perf_counter(), Counter[str](), 0
-    parts = [seeds[at : at + 50] for at in range(0, len(seeds), 50)]
+    began, cpu_s, bad, counts = time.perf_counter(), 0.0, list[int](), Counter[str]()
+    parts = [seeds[at : at + PART_SEEDS] for at in range(0, len(seeds), PART_SEEDS)]
     with ProcessPoolExecutor(jobs) as pool:
-        for part in pool.map(partial(_summaries, plants=plants), parts):
-            for seed, problems, counts in part:
-                total.update(counts)
-                num_bad += bool(problems)
-                if problems:
-                    print(f"seed {seed}: " + "\n    ".join(problem[:2000] for problem in problems), flush=True)
-    took = time.perf_counter() - began
-    print(f"{len(seeds)} runs in {took:.0f} s, {num_bad} with problems; {dict(total)}")
-    return int(num_bad > 0)
+        for part in pool.map(partial(_part, plants=plants), parts):
+            cpu_s += part.cpu_s
+            counts.update(part.counts)
+            bad += part.problems
+            for seed, problems in part.problems.items():
+                print(f"seed {seed}: " + "\n    ".join(problem[:2000] for problem in problems), flush=True)
+    print("\n".join(_summary(len(seeds), bad, counts)))
+    wall_s = time.perf_counter() - began
+    print(f"cost       {wall_s:.0f} s in {jobs} processes, {cpu_s / max(len(seeds), 1):.3f} s of CPU per run")
+    return int(bool(bad))
+
+
+def _summary(num_seeds: int, bad: Sequence[int], counts: Counter[str]) -> Iterator[str]:
+    """What happened in all runs together."""
+    faults = {kind.__name__: counts[kind.__name__] for kind in KINDS}
+    yield f"seeds      {num_seeds}"
+    yield "happened   " + ", ".join(f"{what} {number}" for what, number in counts.items() if what not in faults)
+    yield f"faults     {sum(faults.values())}: " + ", ".join(f"{kind} {number}" for kind, number in faults.items())
+    yield f"problems   in {len(bad)} runs{': seeds ' if bad else ''}{', '.join(map(str, bad[:20]))}"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cluster.engine_thread import IDLE_WAIT_S, Worker
 from pdserve.errors import Preempted
+from pdserve.request import Incarnation
 from pdserve.vitals import Vitals
 
 U = TypeVar("U")
@@ -88,8 +89,8 @@ class SteppedEngine(Generic[U]):
         except TimeoutError:
             pass
 
-    def vitals(self) -> Vitals:
-        """As cluster.engine_thread says it."""
+    def vitals(self, *, linked: tuple[Incarnation, ...], draining: bool) -> Vitals:
+        """As cluster.engine_thread says it, and what its node adds."""
         pages = self._worker.page_counts()
         return Vitals(
             progress=self._worker.progress,
@@ -101,4 +102,6 @@ class SteppedEngine(Generic[U]):
             pages_cached=pages.cached,
             pages_in_use=pages.in_use,
             pages_promised=pages.promised,
+            linked=linked,
+            draining=draining,
         )

@@ -8,11 +8,12 @@ who waits where.
 """
 
 import asyncio
-import heapq
 from asyncio.base_events import BaseEventLoop
 from collections import deque
 from collections.abc import Coroutine
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
+from heapq import heappop, heappush
 from math import inf
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ class Host:
         self.context = copy_context()
         self.context.run(HOST.set, self)
         self._loop = loop
-        self._held: deque[asyncio.Handle] = deque()
+        self._held: deque[_Callback] = deque()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._num_kept = 64
         self.links: list[Any] = []  # receiving ends of links, noted by `run`
@@ -64,17 +65,19 @@ class Host:
         """Those that have not ended."""
         return [task for task in self._tasks if not task.done()]
 
-    def hold(self, handle: asyncio.Handle) -> None:
+    def hold(self, handle: "_Callback") -> None:
         """Set a callback aside until the host continues."""
         self._held.append(handle)
 
     def stop(self) -> None:
         """SIGSTOP."""
         self.is_stopped = True
+        self._loop.stopped.add(self)
 
     def cont(self) -> None:
         """SIGCONT: everything that became due meanwhile runs now."""
         self.is_stopped = False
+        self._loop.stopped.discard(self)
         self._loop.add(self._held)
         self._held.clear()
 
@@ -88,23 +91,40 @@ class Host:
             await asyncio.wait(tasks)
 
 
+class _Callback(list[Any]):
+    """asyncio's handle, thousands in each run: [callback, arguments, context], and empty once it is cancelled."""
+
+    __slots__ = ()
+
+    def cancel(self) -> None:
+        """Do not run it; see asyncio.Handle."""
+        self.clear()
+
+    def cancelled(self) -> bool:
+        """See asyncio.Handle."""
+        return not self
+
+
 class VirtualLoop(BaseEventLoop):
     """See the module."""
 
-    _ready: deque[asyncio.Handle]
+    _ready: deque[_Callback]
     _stopping: bool
+    get_debug = bool  # False; each future and task asks, and C answers sooner
 
     def __init__(self, limit_s: float) -> None:
         super().__init__()
         self.problems: list[str] = []  # what tasks failed with when nobody looked
+        self.stopped: set[Host] = set()
         self.set_exception_handler(self._note_problem)
         self._limit_s = limit_s
-        self._now = 0.0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self.now = 0.0
+        self._timers: list[tuple[float, int, _Callback]] = []
         self._num_timers = 0
+        self.create_future = partial(asyncio.Future, loop=self)  # type: ignore[method-assign]
 
     def time(self) -> float:
-        return self._now
+        return self.now
 
     def create_task(self, coro: Any, *, name: Any = None, context: Context | None = None) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name, context=context)
@@ -113,7 +133,7 @@ class VirtualLoop(BaseEventLoop):
             host.note(task)
         return task
 
-    def add(self, handles: deque[asyncio.Handle]) -> None:
+    def add(self, handles: deque[_Callback]) -> None:
         """Callbacks that were set aside."""
         self._ready.extend(handles)
 
@@ -132,42 +152,55 @@ class VirtualLoop(BaseEventLoop):
 
     def call_soon(  # type: ignore[override]  # typeshed ties `args` to the callback
         self, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+    ) -> Any:
+        handle = _Callback((callback, args, copy_context() if context is None else context))
         self._ready.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there are no threads
 
-    def call_at(  # type: ignore[override]
+    def call_at(  # type: ignore[override]  # typeshed ties `args` to the callback
         self, when: float, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+    ) -> Any:
+        timer = _Callback((callback, args, copy_context() if context is None else context))
         self._num_timers += 1  # of equal times the earlier call is first
-        heapq.heappush(self._timers, (when, self._num_timers, timer))
+        heappush(self._timers, (when, self._num_timers, timer))
         return timer
 
+    def call_later(  # type: ignore[override]  # typeshed ties `args` to the callback
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
     def _run_once(self) -> None:
-        timers, ready = self._timers, self._ready
+        """All that is ready, and what it makes ready, until time has to go on. In one piece: this is the hot loop."""
+        timers, ready, stopped = self._timers, self._ready, self.stopped
         if not ready and not self._stopping:
             self._jump()
-        while timers and timers[0][0] <= self._now:
-            ready.append(heapq.heappop(timers)[2])
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            host: Host | None = handle._context.get(HOST)  # type: ignore[attr-defined]
-            if host is not None and host.is_stopped:
-                host.hold(handle)
-            elif not handle._cancelled:
-                handle._run()
+        while True:
+            while timers and timers[0][0] <= self.now:
+                ready.append(heappop(timers)[2])
+            for _ in range(len(ready)):
+                if not (handle := ready.popleft()):
+                    continue
+                callback, args, context = handle
+                if stopped and (host := context.get(HOST)) in stopped:
+                    host.hold(handle)
+                    continue
+                try:
+                    context.run(callback, *args)
+                except (Exception, asyncio.CancelledError) as error:  # root of a callback: a finding of the run
+                    self.call_exception_handler({"message": f"exception in {callback!r}", "exception": error})
+            if not ready or self._stopping:
+                return
 
     def _jump(self) -> None:
-        while self._timers and self._timers[0][2].cancelled():
-            heapq.heappop(self._timers)
+        while self._timers and not self._timers[0][2]:
+            heappop(self._timers)
         if not self._timers:
-            raise Stuck(f"nothing is left to run at {self._now:.3f} s\n{self.waiting()}")
-        self._now = max(self._now, self._timers[0][0])
-        if self._now > self._limit_s:
+            raise Stuck(f"nothing is left to run at {self.now:.3f} s\n{self.waiting()}")
+        self.now = max(self.now, self._timers[0][0])
+        if self.now > self._limit_s:
             raise Stuck(f"not over after {self._limit_s:g} virtual seconds\n{self.waiting()}")
 
     def waiting(self) -> str:
@@ -180,9 +213,6 @@ class VirtualLoop(BaseEventLoop):
         if isinstance(error, LinkDown) and "at this end" in str(error):
             return  # of a push whose owner was killed before it could look
         self.problems.append(f"{context['message']}: {error!r} {context.get('task') or context.get('future') or ''}")
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are dropped when their time comes."""
 
     def _write_to_self(self) -> None:
         """There is nothing to wake."""

@@ -141,14 +141,19 @@ class Passage:
     def quiet(self, end: "SimWire") -> None:
         """This end has failed: what it has posted is waited out."""
         network = self.net.network
-        if not (self._is_busy and self._is_alive()):
-            network.later(network.notice_s(), end.ends)
+        if not self._is_writing:
+            network.later(network.notice_s(), lambda: self._end_idle(end))
         for other in self.ends.values():
             if other is not end and network.random.random() < 0.5:  # a closed socket is noticed, a lost one is not
                 network.later(network.notice_s(), other.lose)
 
-    def _is_alive(self) -> bool:
-        return not self._is_cut and not any(end.host.is_dead for end in self.ends.values())
+    def _end_idle(self, end: "SimWire") -> None:
+        if not self._is_writing:  # the peer may have begun meanwhile: then its payload is waited out
+            end.ends()
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._is_busy and not self._is_cut and not any(end.host.is_dead for end in self.ends.values())
 
     def _end_failed(self) -> None:
         for end in self.ends.values():

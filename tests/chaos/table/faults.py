@@ -27,7 +27,7 @@ from tests.chaos.table.cells import (
     Victim,
 )
 from tests.chaos.table.eye import POLL_S, Eye, Look
-from tests.e2e.harness import Cluster, child
+from tests.e2e.harness import Cluster, child, serving_router
 
 DETECT_LIMIT_S = 10.0
 STOP_S = 1.8  # longer than a router waits for a beat: the worker comes back to a cluster that has given it up
@@ -129,6 +129,10 @@ def _killed_child(pattern: str) -> Make:
     return make
 
 
+def _killed_router(cluster: Cluster, _: Eye, worker: str) -> Fault:
+    return Signalled(serving_router(cluster.session, cluster.address).pid, signal.SIGKILL, worker)
+
+
 def _cut(_: Cluster, eye: Eye, worker: str) -> Fault:
     return Cut(eye, worker)
 
@@ -141,7 +145,7 @@ _MAKES: dict[Victim, Make] = {
     LINK_CUT: _cut,
     REDIS_GONE: _killed_child("unixsocket"),
     GCS_GONE: _killed_child("gcs_server"),
-    ROUTER_KILLED: _killed_child("cluster.node"),
+    ROUTER_KILLED: _killed_router,
 }
 
 

@@ -38,14 +38,14 @@ class Shape:
 
     num_talkers: int = 5
     num_readers: int = 11
-    talker_tokens: int = 500
-    reader_prompt: tuple[int, int] = (200, 300)
+    talker_tokens: int = 350
+    reader_prompt: tuple[int, int] = (70, 120)  # several are prefilled in one chunk
     long_prompt: int = 1100  # of one reader: several chunks
     reader_tokens: int = 24
     vocabulary: tuple[int, int] = (3, 500)  # token ids that prompts are drawn from
 
 
-SLOWER = Shape(5, 8, 80, reader_prompt=(90, 150), long_prompt=600, reader_tokens=12, vocabulary=(100, 40_000))
+SLOWER = Shape(4, 8, 80, reader_prompt=(50, 90), long_prompt=300, reader_tokens=12, vocabulary=(100, 40_000))
 
 
 @dataclass(frozen=True)

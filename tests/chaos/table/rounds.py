@@ -22,6 +22,7 @@ from tests.chaos.table.faults import STOP_S, Fault, faults
 from tests.chaos.table.hits import Hit, Sent, Strike, candidates, hits
 from tests.chaos.table.load import Job
 from tests.chaos.table.record import Record, Verdict, follow, judge
+from tests.chaos.table.stillness import Stillness
 from tests.e2e.harness import Cluster
 
 START_LIMIT_S = 60.0  # until all talkers decode
@@ -32,6 +33,7 @@ SLOW_FOR_S = 8.0
 FULL_SPEED = (1e12, 0.01)  # bytes per second, for so long
 DRAIN_LIMIT_S = 60.0
 DRAIN_LOAD = 5  # requests on a worker that is to drain
+DRAIN_SLOWER = 4  # a prefill worker that drains gets nothing new: what it has must still be there at the fault
 AUDITS, AUDIT_INTERVAL_S = 3, 0.4
 
 
@@ -43,6 +45,7 @@ class Stage:
     eye: Eye
     num_workers: int
     slow_bytes_per_s: float
+    stillness: Stillness
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Outcome:
     resumes: int  # of all requests
     look_age_s: float  # of the ledgers, at the fault
     detection_s: float | None
+    still_s: float  # how long a CPU stood still between the fault and its detection, or soon after the fault
     leaked_pages: int | None  # None: the cluster was gone before it could be asked
     findings: tuple[str, ...]  # of the audit
     errors: tuple[str, ...]
@@ -81,7 +85,7 @@ async def play(stage: Stage, aim: Aim, jobs: Sequence[Job], name: str) -> Outcom
     try:
         tasks += _send(stage, aim, [each for each in sent if each.job.is_talker])
         await _until(lambda: all(len(each.record.tokens) > 3 for each in sent if each.job.is_talker), START_LIMIT_S)
-        await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
+        await _slow(stage, stage.slow_bytes_per_s / (DRAIN_SLOWER if aim.drains else 1), SLOW_FOR_S)
         tasks += _send(stage, aim, [each for each in sent if not each.job.is_talker])
         strike, detection_s = await _strike(stage, aim, made, sent)
         await asyncio.gather(*tasks)
@@ -128,9 +132,14 @@ async def _best_moment(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sen
         look = await stage.eye.look()
         waited_s = time.monotonic() - began
         fault, worth = max(((each, _worth(look, aim, each, sent)) for each in made), key=lambda each: each[1])
-        if aim.drains or worth >= (2 if waited_s < AIM_LIMIT_S / 2 else 1) or waited_s > AIM_LIMIT_S:
+        if aim.drains or worth >= _wanted(waited_s) or waited_s > AIM_LIMIT_S:
             return fault, look
         await asyncio.sleep(0.002)
+
+
+def _wanted(waited_s: float) -> int:
+    """How many hits are worth it: less and less, as the readers get through."""
+    return next((hits for hits, until_s in ((4, 0.3), (3, 0.6), (2, 1.0)) if waited_s < until_s), 1)
 
 
 def _worth(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> float:
@@ -159,6 +168,7 @@ async def _drain(stage: Stage, made: list[Fault]) -> frozenset[str]:
 
 async def _outcome(stage: Stage, strike: Strike, sent: list[Sent], detection_s: float | None) -> Outcome:
     leaked, findings = await _audit(stage, strike)
+    still_s = stage.stillness.longest_s(strike.at, strike.at + (detection_s or STOP_S))
     return Outcome(
         victim=strike.victim,
         hits=tuple(hits(strike, sent)),
@@ -166,6 +176,7 @@ async def _outcome(stage: Stage, strike: Strike, sent: list[Sent], detection_s: 
         resumes=sum(each.record.resumes for each in sent),
         look_age_s=strike.at - strike.look.began,
         detection_s=detection_s,
+        still_s=still_s,
         leaked_pages=leaked,
         findings=findings,
         errors=tuple(f"{each.record.label}: {each.record.error}" for each in sent if each.record.error),

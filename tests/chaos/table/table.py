@@ -9,6 +9,8 @@ from tests.chaos.table.hits import Hit
 from tests.chaos.table.record import Verdict
 from tests.chaos.table.rounds import Outcome
 
+DETECTION_LIMIT_S = 1.0
+
 _HEAD = (
     "state",
     "victim",
@@ -111,11 +113,16 @@ class Table:
         failed, tokens = sum(verdict.failed for verdict in verdicts), _tokens(verdicts)
         audited = sum(outcome.leaked_pages is not None for outcome in self.outcomes)
         leaked = sum(outcome.leaked_pages or 0 for outcome in self.outcomes)
+        detections = [(outcome.detection_s, outcome.still_s) for outcome in self.outcomes if outcome.detection_s]
+        slow = [detection for detection in detections if detection[0] >= DETECTION_LIMIT_S]
+        still = sum(still_s > 0 for _, still_s in slow)
         age_ms = 1000 * max((outcome.look_age_s for outcome in self.outcomes), default=0.0)
         return (
             f"{len(self.outcomes)} faults with {len(verdicts)} requests under way, {resumes} resumes: "
             f"{failed} requests failed, tokens lost / doubled / changed: {tokens}, "
-            f"pages leaked: {leaked} ({audited} audits). The ledgers were at most {age_ms:.0f} ms old at a fault."
+            f"pages leaked: {leaked} ({audited} audits). "
+            f"{len(detections)} faults were to be detected, {len(slow)} took {DETECTION_LIMIT_S:g} s or longer, "
+            f"while a CPU stood still in {still} of these. The ledgers were at most {age_ms:.0f} ms old at a fault."
         )
 
     def plain(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 STATUS = cpb.GetStatusResponse(
     workers=[cpb.WorkerStatus(id="decode-0", role="decode", pid=7, incarnation="i", address="h:1", exact=True,
                               draining=True, pages=cpb.Pages(total=9, free=8, in_use=1))],
-    queued_requests=2,
+    queued_requests=2, silent=["decode-1"],
 )  # fmt: skip
 
 
@@ -168,10 +168,13 @@ async def test_status_as_table_and_as_json(run: Commands) -> None:
         "0",
         "1",
         "0",
+        *"---",
         "yes",
         "draining",
     ]
+    assert out.splitlines()[2] == "decode-1 is silent: it stands still, was lost, or is starting"
     code, out, _ = await run("status", "--json")
+    assert json.loads(out)["silent"] == ["decode-1"]
     worker = json.loads(out)["workers"][0]
     assert (worker["id"], worker["role"], worker["pid"], worker["incarnation"]) == ("decode-0", "decode", 7, "i")
     assert (worker["load"]["requests"], worker["pages"]["free"]) == (0, 8)

@@ -8,38 +8,41 @@ import pytest
 from cluster import audit, control
 from cluster.flags import AuditFlags, ChaosFlags, DrainFlags, Harm
 from pdserve import rpc
-from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.v1 import cluster_pb2 as pb
 from pdserve.v1 import cluster_pb2_grpc
 
 
 class Router(cluster_pb2_grpc.ClusterServiceServicer):
-    """Two decode workers and a prefill worker; a drained one is there for two more looks."""
+    """Two decode workers and a prefill worker; what it says after a drain is `after`, look by look, the last for ever.
+
+    Each look is the drained worker's incarnation, "silent", or "left".
+    """
 
     def __init__(self) -> None:
         self.workers = [
-            pb.WorkerStatus(id=id, role=id.split("-")[0], incarnation=id)
+            pb.WorkerStatus(id=id, role=id.split("-")[0], incarnation=id, load=pb.Load(requests=7))
             for id in ("decode-0", "decode-1", "prefill-0")
         ]
-        self.comes_back = False
+        self.after: list[str] = ["left"]
+        self.refusal: PdserveError | None = None
         self.drained: pb.DrainWorkerRequest | None = None
-        self.looks = 0
         self.harm: pb.InflictChaosRequest | None = None
         self.ledgers: list[pb.GetLedgerResponse] = []
 
     async def GetStatus(self, request, context):  # type: ignore[no-untyped-def]
-        self.looks += self.drained is not None
-        if self.drained is not None and self.looks == 3:
-            self.workers = [worker for worker in self.workers if worker.id != self.drained.worker]
-        return pb.GetStatusResponse(workers=self.workers)
+        assert self.drained is not None
+        name, look = self.drained.worker, self.after.pop(0) if len(self.after) > 1 else self.after[0]
+        workers = [worker for worker in self.workers if worker.id != name]
+        if look not in ("left", "silent"):
+            workers.append(pb.WorkerStatus(id=name, incarnation=look, draining=look == name))
+        return pb.GetStatusResponse(workers=workers, silent=[name] if look == "silent" else [])
 
     async def DrainWorker(self, request, context):  # type: ignore[no-untyped-def]
+        if self.refusal is not None:
+            await rpc.abort(context, self.refusal)
         self.drained = request
-        for worker in self.workers:
-            if worker.id == request.worker:
-                worker.draining = True
-                worker.incarnation += "*" if self.comes_back else ""
-        return pb.DrainWorkerResponse()
+        return pb.DrainWorkerResponse(incarnation=request.worker, requests=7)
 
     async def InflictChaos(self, request, context):  # type: ignore[no-untyped-def]
         self.harm = request
@@ -70,17 +73,21 @@ Serving = tuple[Router, str]
 
 async def test_drain_waits_until_the_worker_has_left(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
     router, address = serving
+    router.after = ["decode-1", "decode-1", "silent", "decode-1", "left"]
     await asyncio.to_thread(control.drain, DrainFlags("decode-1", limit_s=4, address=address))
     assert router.drained == pb.DrainWorkerRequest(worker="decode-1", limit_s=4)
-    assert router.looks == 3
+    assert router.after == ["left"]
     began, left = capsys.readouterr().out.splitlines()
-    assert began == "decode-1 takes no new work; 0 requests have 4 s to finish"
+    assert began == "decode-1 takes no new work; 7 requests have 4 s to finish"
     assert left.startswith("decode-1 has left after 0.")
 
 
-async def test_an_unknown_worker_is_an_error_that_names_the_others(serving: Serving) -> None:
-    with pytest.raises(InvalidRequest, match="'decode-7' is not there; there are: decode-0, decode-1, prefill-0"):
-        await asyncio.to_thread(control.drain, DrainFlags("decode-7", address=serving[1]))
+@pytest.mark.parametrize("refusal", [InvalidRequest("worker", "is not there"), Unavailable("is there, but silent")])
+async def test_what_the_router_refuses_is_an_error(serving: Serving, refusal: PdserveError) -> None:
+    router, address = serving
+    router.refusal = refusal
+    with pytest.raises(type(refusal), match=str(refusal)):
+        await asyncio.to_thread(control.drain, DrainFlags("decode-7", address=address))
 
 
 async def test_force_is_passed_on(serving: Serving) -> None:
@@ -90,18 +97,26 @@ async def test_force_is_passed_on(serving: Serving) -> None:
     assert router.drained.force
 
 
-async def test_a_worker_that_was_killed_meanwhile_has_not_left(serving: Serving) -> None:
+async def test_a_worker_that_was_killed_meanwhile_has_not_left(
+    serving: Serving, capsys: pytest.CaptureFixture[str]
+) -> None:
     router, address = serving
-    router.comes_back = True
-    with pytest.raises(Unavailable, match="died before it had drained"):
+    router.after = ["decode-1", *["silent"] * 3, "another incarnation"]
+    with pytest.raises(Unavailable, match="decode-1 was lost before it had drained, and has been started again"):
         await asyncio.to_thread(control.drain, DrainFlags("decode-1", address=address))
+    assert "has left" not in capsys.readouterr().out
 
 
-async def test_a_worker_that_stays_is_an_error(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("last", "state"), [("decode-1", "still there"), ("silent", "silent, it stands still or was lost")]
+)
+async def test_a_worker_that_has_not_left_in_time_is_an_error(
+    serving: Serving, last: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     router, address = serving
-    router.looks = 3
+    router.after = [last]
     monkeypatch.setattr(control, "LEAVE_LIMIT_S", 0.2)
-    with pytest.raises(Unavailable, match=r"decode-1 is still there after 0\.2 s"):
+    with pytest.raises(Unavailable, match=rf"decode-1 is {state}.* after 0\.2 s"):
         await asyncio.to_thread(control.drain, DrainFlags("decode-1", limit_s=0, address=address))
 
 

@@ -52,6 +52,7 @@ async def test_updates_arrive_on_the_loop_in_order() -> None:
     assert [await asyncio.wait_for(got.get(), 2) for _ in range(3)] == [[1], [2], [3]]
     await thread.stop()
     assert thread.vitals().busy_s == 0
+    assert 0 < thread.busy_s() < 1
     assert (thread.vitals().pages_in_use, thread.vitals().requests) == (3, 3)
 
 
@@ -75,6 +76,7 @@ async def test_a_step_that_does_not_move_is_noticed_and_one_that_moves_is_not(mo
         await asyncio.sleep(0.02)
         engine.progress += 1
     assert not watch.done()
+    assert thread.busy_s() >= 1.4  # the step under way counts
     assert "one layer" in await asyncio.wait_for(watch, 5)
     engine.gate.set()
     await thread.stop()

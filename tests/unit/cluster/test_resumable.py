@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.resumable import Limits, generate
+from cluster.resumable import Limits, _Kept, generate
 from pdserve.errors import PdserveError, QueueFull, Unavailable
 from pdserve.request import Token, WorkRequest
 from pdserve.v1 import generation_pb2 as pb
@@ -201,3 +201,13 @@ async def test_a_resumed_request_can_break_too(served: Served, wire: Wire) -> No
     served.pipeline.script = breaking(ids, 2, wire.cut)
     assert text_of(await read(wire.address, request=request)) == TEXT.removesuffix("n END")
     assert [work.num_emitted for work in served.pipeline.work] == [3, 5]
+
+
+def test_scores_of_the_prompt_that_come_again_are_told_once() -> None:
+    kept = _Kept(REQUEST)
+    first, second = (pb.PromptLogprobs(first_position=at, tokens=[pb.TopLogprobs()] * 3) for at in (1, 4))
+    started = pb.GenerateResponse(started=pb.Started(seed=1))
+    told = [kept.add(each) for each in (started, pb.GenerateResponse(prompt_logprobs=first))]
+    assert kept.request().HasField("resume")
+    told += [kept.add(pb.GenerateResponse(prompt_logprobs=each)) for each in (first, second)]
+    assert told == [True, True, False, True]

@@ -1,27 +1,55 @@
 """What every server of ours does with calls that are no messages, and what errors become on the way."""
 
+import asyncio
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from pdserve import rpc
-from pdserve.errors import InvalidRequest, QueueFull
+from pdserve.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 
-HEALTH = "/grpc.health.v1.Health/"
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+REFLECT, ECHO = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "/test.Service/Echo"
 JUNK = b"\xff\xff\xff"
 NOT_UTF8 = b"\x0a\x02\xc3\x28"  # field 1, a string
+GOOD = {
+    CHECK: health_pb2.HealthCheckRequest(),
+    WATCH: health_pb2.HealthCheckRequest(),
+    REFLECT: reflection_pb2.ServerReflectionRequest(list_services=""),
+    ECHO: health_pb2.HealthCheckRequest(),
+}
 
 
 async def answer(channel: grpc.aio.Channel, method: str, raw: bytes) -> Any:
     """The first response to a request of these bytes."""
-    if method == "Check":
-        return await channel.unary_unary(HEALTH + method, bytes, bytes)(raw)
-    return await channel.unary_stream(HEALTH + method, bytes, bytes)(raw).read()
+    if method == CHECK:
+        return await channel.unary_unary(method, bytes, bytes)(raw)
+    if method == WATCH:
+        return await channel.unary_stream(method, bytes, bytes)(raw).read()
+    call = channel.stream_stream(method, bytes, bytes)()
+    await call.write(raw)
+    return await call.read()
+
+
+def serve(server: grpc.aio.Server, **handlers: "grpc.RpcMethodHandler[Any, Any]") -> None:
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+
+
+async def echo(requests: AsyncIterator[health_pb2.HealthCheckRequest], context: Any) -> None:
+    """Like a worker's streams: a coroutine that writes."""
+    async for request in requests:
+        await context.write(request.SerializeToString() + b"!")
+
+
+def echo_handler() -> "grpc.RpcMethodHandler[Any, Any]":
+    return grpc.stream_stream_rpc_method_handler(echo, health_pb2.HealthCheckRequest.FromString, bytes)
 
 
 @pytest.mark.parametrize("value", ["x" * 100_000, "\x00" * 5000, "\U0001f600" * 5000])
@@ -31,8 +59,7 @@ async def test_an_error_with_a_long_value_in_it_arrives(value: str) -> None:
     async def refuse(_: bytes, context: Any) -> bytes:
         await rpc.abort(context, InvalidRequest("field", f"{value!r} is unknown; must be short"))
 
-    handler = grpc.unary_unary_rpc_method_handler(refuse, bytes, bytes)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Refuse": handler}),))
+    serve(server, Refuse=grpc.unary_unary_rpc_method_handler(refuse, bytes, bytes))
     port = rpc.listen(server, "127.0.0.1", 0)
     await server.start()
     async with rpc.channel(f"127.0.0.1:{port}") as channel:
@@ -45,12 +72,13 @@ async def test_an_error_with_a_long_value_in_it_arrives(value: str) -> None:
     assert error.problem.endswith("is unknown; must be short")
 
 
-@pytest.mark.parametrize("method", ["Check", "Watch"])
+@pytest.mark.parametrize("method", GOOD)
 @pytest.mark.parametrize("raw", [JUNK, NOT_UTF8])
 async def test_bytes_that_are_no_message_are_invalid_and_not_logged(
     method: str, raw: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = rpc.server()
+    serve(server, Echo=echo_handler())
     await rpc.add_health_and_reflection(server, []).set(serving=True)
     port = rpc.listen(server, "127.0.0.1", 0)
     await server.start()
@@ -60,9 +88,52 @@ async def test_bytes_that_are_no_message_are_invalid_and_not_logged(
                 await answer(channel, method, raw)
             assert isinstance(rpc.error_of(caught.value), InvalidRequest)
             assert caplog.records == []
-            assert await answer(channel, method, health_pb2.HealthCheckRequest().SerializeToString())
+            assert await answer(channel, method, GOOD[method].SerializeToString())
     finally:
         await server.stop(None)
+
+
+async def test_a_stream_is_served_up_to_the_bytes_that_are_no_message() -> None:
+    server = rpc.server()
+    serve(server, Echo=echo_handler())
+    port = rpc.listen(server, "127.0.0.1", 0)
+    await server.start()
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream(ECHO, bytes, bytes)()
+        await call.write(health_pb2.HealthCheckRequest(service="a").SerializeToString())
+        assert await call.read() == b"\x0a\x01a!"
+        await call.write(JUNK)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await server.stop(None)
+
+
+async def test_an_error_after_a_write_that_was_cut_off_is_for_nobody_and_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = rpc.server()
+    ended = asyncio.Event()
+
+    async def late(_: bytes, context: Any) -> None:
+        writing = asyncio.create_task(context.write(b"first"))
+        await asyncio.sleep(0)  # gRPC has the message, and the headers before it
+        writing.cancel()
+        try:
+            await rpc.abort(context, DeadlineExceeded("too late"))
+        finally:
+            ended.set()
+
+    serve(server, Late=grpc.unary_stream_rpc_method_handler(late, bytes, bytes))
+    port = rpc.listen(server, "127.0.0.1", 0)
+    await server.start()
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_stream("/test.Service/Late", bytes, bytes)(b"", timeout=0.5)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    async with asyncio.timeout(5):
+        await ended.wait()
+    await server.stop(None)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 class Full(cluster_pb2_grpc.ClusterServiceServicer):

@@ -10,7 +10,7 @@ import torch
 from engine.load import Engine
 from pdserve.errors import PdserveError
 from pdserve.handover import PageRun
-from pdserve.request import Incarnation, Sampling, Ticket, WorkerId, WorkRequest
+from pdserve.request import Incarnation, Sampling, Scored, Ticket, WorkerId, WorkRequest
 from prefill_worker.commands import Cancel, Done, Push, PushEnded, Sampled, Start
 from prefill_worker.worker import PrefillWorker
 
@@ -60,6 +60,7 @@ class Stand:
     flying: deque[Push] = field(default_factory=deque)
     runs: dict[int, list[PageRun]] = field(default_factory=lambda: defaultdict(list))  # by ticket
     pages: dict[tuple[int, int, int], bytes] = field(default_factory=dict)  # by ticket, page, layer
+    scored: dict[int, list[Scored]] = field(default_factory=lambda: defaultdict(list))
     sampled: dict[int, Sampled] = field(default_factory=dict)
     done: dict[int, Done] = field(default_factory=dict)
     failed: dict[int, PdserveError] = field(default_factory=dict)
@@ -82,6 +83,9 @@ class Stand:
     def step(self) -> None:
         update = self.worker.step()
         assert self.worker.ledger().problems == ()
+        for scores in update.scored:
+            assert scores.call not in self.sampled, "scores come before the token"
+            self.scored[scores.call] += scores.tokens
         self.sampled |= {each.call: each for each in update.sampled}
         assert not self.done.keys() & {each.call for each in update.done}
         self.done |= {each.call: each for each in update.done}

@@ -11,7 +11,7 @@ import pytest
 from grpc_status import rpc_status
 
 from pdserve import rpc
-from pdserve.errors import ModelNotFound, Unavailable
+from pdserve.errors import AlreadyComplete, ModelNotFound, Unavailable
 from pdserve.model_card import KvLayout, ModelCard
 from pdserve.request import Candidate, Token, WorkRequest
 from pdserve.v1 import generation_pb2 as pb
@@ -103,10 +103,13 @@ class Served:
 
 def tokens_of(ids: Sequence[int] | str, finish: str = "length") -> Script:
     async def script(work: WorkRequest, record: RequestRecord) -> AsyncIterator[Token]:
+        if finish == "grammar" and work.num_emitted == len(ids):
+            raise AlreadyComplete("as a prefill worker says it")
         for number, token_id in list(enumerate(ids))[work.num_emitted :]:
             assert isinstance(token_id, int)
             candidates = (Candidate(token_id, -0.5),) * work.top_logprobs
-            yield Token(number, token_id, candidates, finish if number == len(ids) - 1 else "")
+            logprob = -0.5 if work.wants_logprobs else None
+            yield Token(number, token_id, candidates, finish if number == len(ids) - 1 else "", logprob)
 
     return script
 

@@ -49,16 +49,24 @@ class Silent(Worker):
     async def GetLedger(self, request: Any, context: Any) -> worker_pb2.GetLedgerResponse:
         return await asyncio.Event().wait()  # type: ignore[return-value]
 
+    async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
 
 @dataclass
 class View:
     """What the router knows."""
 
     infos: list[WorkerInfo] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
     router: str = "router-1"
 
     def status(self) -> pb.GetStatusResponse:
-        workers = [pb.WorkerStatus(id=info.id, role=info.role, incarnation=info.incarnation) for info in self.infos]
+        workers = [
+            pb.WorkerStatus(id=info.id, role=info.role, incarnation=info.incarnation, load=pb.Load(requests=4))
+            for info in self.infos
+            if info.id not in self.silent
+        ]
         return pb.GetStatusResponse(workers=workers, queued_requests=3)
 
     def members(self) -> Sequence[WorkerInfo]:
@@ -112,7 +120,8 @@ async def test_status(cluster: Cluster) -> None:
 
 async def test_a_worker_is_told_to_drain(cluster: Cluster) -> None:
     cluster.add("decode-1", "127.0.0.1:1")
-    await cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-0"))
+    told = await cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-0"))
+    assert told == pb.DrainWorkerResponse(incarnation="decode-0", requests=4)
     await cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-0", limit_s=0))
     assert cluster.worker.limits == [cluster_service.DRAIN_LIMIT_S, 0]
 
@@ -132,6 +141,30 @@ async def test_who_was_told_to_leave_does_not_stay_though_its_beats_do_not_say_s
     assert "decode-1 is the last decode worker" in error
     await cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-0", limit_s=0))  # once more is no harm
     assert len(cluster.worker.limits) == 2
+
+
+async def test_a_silent_worker_is_there_and_told_nothing(cluster: Cluster) -> None:
+    cluster.add("decode-1", "127.0.0.1:1")
+    cluster.view.silent.add("decode-0")
+    error = await error_of(cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-0", force=True)))
+    assert error.startswith("Unavailable: decode-0 is there, but silent: it stands still, or was lost and is being")
+    assert error.endswith("and try again")
+    assert cluster.worker.limits == []
+
+
+async def test_a_worker_that_did_not_obey_does_not_count_as_leaving(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_service, "WORKER_LIMIT_S", 0.3)
+    silent, server = Silent(), rpc.server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(silent, server)
+    cluster.add("decode-1", f"127.0.0.1:{rpc.listen(server, '127.0.0.1', 0)}")
+    await server.start()
+    error = await error_of(cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-1")))
+    assert error.startswith("Unavailable: decode-1 does not answer; it may obey later: ")
+    await cluster.stub.DrainWorker(pb.DrainWorkerRequest(worker="decode-0", limit_s=1))
+    await server.stop(None)
+    assert cluster.worker.limits == [1]
 
 
 async def test_a_worker_that_is_not_there_is_named_with_those_that_are(cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -167,6 +168,8 @@ async def test_a_prompt_goes_where_its_beginning_is_known_and_counts_less_there(
     async with workers.admitted(request(50)) as legs:
         assert ids(legs) == ("p1", "d1")
         assert workers.clients["p1"].queued_tokens == 50 - 32, "two whole pages of the first prompt are known"
+    async with workers.admitted(replace(request(50), prompt_logprobs=0)):
+        assert workers.clients["p1"].queued_tokens == 50, "a prompt that is scored is computed as a whole"
     async with workers.admitted(request(50, start=100)) as legs:
         assert ids(legs) == ("p0", "d0")
 

@@ -11,7 +11,7 @@ from pdserve.errors import LinkDown, PdserveError, Unavailable, WorkerLost
 from pdserve.internal.v1 import worker_pb2
 from pdserve.membership import Role, WorkerInfo
 from pdserve.model_card import KvLayout, ModelCard
-from pdserve.request import Incarnation, Sampling, Ticket, Token, WorkerId, WorkRequest
+from pdserve.request import Candidate, Incarnation, Sampling, Scored, Ticket, Token, WorkerId, WorkRequest
 from router.decode_client import Decoded, HeldTicket
 from router.dispatch import Legs, Wish
 from router.peers import DecodePeer, PrefillPeer
@@ -39,6 +39,7 @@ class Play:
     pushed: Pushed | None = None
     is_decoding: bool = True
     has_decode: bool = True
+    scores: Sequence[Scored] = ()
 
 
 class Player:
@@ -77,6 +78,10 @@ class Player:
     def pushed(self) -> Pushed | None:
         return self.play.pushed
 
+    @property
+    def scores(self) -> Sequence[Scored]:
+        return self.play.scores
+
     async def sampled(self) -> Sampled:
         return self.play.sampled
 
@@ -104,13 +109,15 @@ def token(number: int, finish: str = "") -> Token:
 
 
 async def test_attempts_add_up_and_the_first_one_counts() -> None:
+    scores = [Scored(Candidate(7, -0.5), ())]
     player = Player(
-        Play(Sampled(token(0), 17, 16), [token(1), token(2)], LinkDown("cut"), Pushed(1000, at=5.0)),
+        Play(Sampled(token(0), 17, 16), [token(1), token(2)], LinkDown("cut"), Pushed(1000, at=5.0), scores=scores),
         Play(Sampled(token(3), 4, 32), [token(4), token(5, "length")], pushed=Pushed(300, at=6.0)),
     )
     record = await run(player)
     assert (record.completion_tokens, record.resumes) == (6, 1)
     assert (record.computed_tokens, record.cached_tokens) == (21, 16)
+    assert record.prompt_scores is scores
     assert (record.kv_bytes, record.kv_arrived, record.decode_steps) == (1300, 5.0, 4)
     assert [(len(wish.work.token_ids), wish.resumes) for wish, _ in player.admitted] == [(33, False), (36, True)]
     assert [arrival for _, arrival in player.admitted] == [Arrival(3, 5)] * 2

@@ -10,8 +10,8 @@ import pytest
 from pdserve import rpc
 from pdserve.errors import LegFailed, LinkDown, NoCapacity, PdserveError, Preempted, Unavailable, WorkerLost
 from pdserve.internal.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from pdserve.request import Incarnation, Sampling, Ticket, Token, WorkerId, WorkRequest
-from pdserve.wire import request_to_wire, ticket_to_wire
+from pdserve.request import Candidate, Incarnation, Sampling, Scored, Ticket, Token, WorkerId, WorkRequest
+from pdserve.wire import request_to_wire, scored_to_wire, ticket_to_wire
 from router.decode_client import HeldTicket
 from router.prefill_client import PrefillCall, PrefillClient, Sampled
 
@@ -19,6 +19,7 @@ REQUEST = WorkRequest("label", (1, 2, 3), 3, Sampling(seed=7), max_tokens=8)
 TICKET = Ticket(WorkerId("decode-0"), Incarnation("inc"), 5, 2)
 FIRST = prefill_pb2.Sampled(token=worker_pb2.Token(number=0, token_id=9, finish=""), computed_tokens=2, cached_tokens=1)
 SAMPLED = prefill_pb2.PrefillResponse(sampled=FIRST)
+SCORES = [Scored(Candidate(token_id, -0.5), (Candidate(4, -0.25),)) for token_id in (2, 3)]
 PUSHED = prefill_pb2.PrefillResponse(pushed=prefill_pb2.Pushed(kv_bytes=77))
 
 
@@ -67,8 +68,11 @@ async def test_the_first_token_then_word_that_decode_has_it_all() -> None:
     async with connected() as (client, script):
         ticket, loop = held(), asyncio.get_running_loop()
         async with client.prefill(REQUEST, ticket) as call:
+            for scored in SCORES:
+                script.say.put_nowait(prefill_pb2.PrefillResponse(scores={"tokens": [scored_to_wire(scored)]}))
             script.say.put_nowait(SAMPLED)
             assert await call.sampled() == Sampled(Token(0, 9), computed_tokens=2, cached_tokens=1)
+            assert call.scores == SCORES
             assert call.pushed is None
             before = loop.time()
             script.say.put_nowait(PUSHED)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdserve.errors import InvalidRequest, LegFailed, LinkDown, ProtocolError, Unavailable, WorkerLost
+from pdserve.errors import InvalidRequest, LegFailed, LinkDown, ProtocolError, Unavailable, WorkerLost, WorkerSilent
 from pdserve.request import Sampling, Token, WorkRequest
 from router.recovery import GOOD_TOKENS, MAX_STRIKES, RESUMABLE, Recovery
 
@@ -54,7 +54,8 @@ def test_nothing_comes_after_the_last_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "attempts"), [(LinkDown("cut"), MAX_STRIKES), (WorkerLost("dead"), MAX_STRIKES // 2)]
+    ("error", "attempts"),
+    [(LinkDown("cut"), MAX_STRIKES), (WorkerSilent("slow"), MAX_STRIKES), (WorkerLost("dead"), MAX_STRIKES // 2)],
 )
 async def test_it_gives_up_after_so_many_failures_in_a_row(
     error: LegFailed, attempts: int, monkeypatch: pytest.MonkeyPatch

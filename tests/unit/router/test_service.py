@@ -1,8 +1,12 @@
 """What an answer consists of, from `started` to `finished`."""
 
+from collections.abc import AsyncIterator
+
 import pytest
 
+from pdserve.request import Candidate, Scored, Token, WorkRequest
 from pdserve.v1 import generation_pb2 as pb
+from router.record import RequestRecord
 from tests.toy_tokenizer import TOY_EOS_ID
 from tests.unit.router.served import Served, deltas, text_of, tokens_of
 
@@ -41,6 +45,7 @@ async def test_half_characters_wait_and_the_last_delta_brings_them(served: Serve
             pb.FINISH_REASON_STOP,
         ),
         (9, "stop_token", pb.Stopping(stop_token_ids=[9]), pb.StopMatch(stop_token_id=9), pb.FINISH_REASON_STOP),
+        (9, "grammar", pb.Stopping(max_tokens=9), pb.StopMatch(grammar=True), pb.FINISH_REASON_STOP),
         (9, "length", pb.Stopping(max_tokens=3), pb.StopMatch(max_tokens=3), pb.FINISH_REASON_LENGTH),
         (9, "length", pb.Stopping(max_tokens=999), pb.StopMatch(context_window=64), pb.FINISH_REASON_LENGTH),
         (TOY_EOS_ID, "length", pb.Stopping(max_tokens=3), pb.StopMatch(max_tokens=3), pb.FINISH_REASON_LENGTH),
@@ -114,3 +119,31 @@ async def test_a_long_prompt_is_tokenized_too(served: Served) -> None:
     served.play("a")
     responses = await served.generate(text="the " * 3000, truncate_prompt_tokens=5)
     assert responses[0].started.prompt_tokens == 5
+
+
+async def test_log_probabilities_name_their_tokens(served: Served) -> None:
+    ids = served.play("the")
+    (delta, *_) = deltas(await served.generate(logprobs=True))
+    (step,) = delta.top_logprobs
+    assert (step.chosen.token_id, step.chosen.text, step.chosen.logprob) == (
+        ids[0],
+        served.text.token_text(ids[0]),
+        -0.5,
+    )
+    assert not step.candidates
+
+
+async def test_the_prompts_scores_come_before_its_answer_in_messages_of_bounded_size(served: Served) -> None:
+    scores = [Scored(Candidate(9, -1.5), (Candidate(8, -0.5),))] * 300
+
+    async def script(work: WorkRequest, record: RequestRecord) -> AsyncIterator[Token]:
+        record.prompt_scores = scores
+        yield Token(0, 9, finish="length")
+
+    served.pipeline.script = script
+    responses = await served.generate(prompt_logprobs=1)
+    events = [response.WhichOneof("event") for response in responses]
+    assert events == ["started", *["prompt_logprobs"] * 3, "delta", "finished"]
+    told = [response.prompt_logprobs for response in responses[1:4]]
+    assert [(each.first_position, len(each.tokens)) for each in told] == [(1, 128), (129, 128), (257, 44)]
+    assert (told[0].tokens[0].chosen.logprob, told[0].tokens[0].candidates[0].token_id) == (-1.5, 8)

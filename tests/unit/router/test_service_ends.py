@@ -121,7 +121,7 @@ async def test_a_client_that_does_not_read_stops_the_pulling(served: Served, cap
 
     async def broad(work: WorkRequest, record: RequestRecord) -> AsyncIterator[Token]:
         for number in range(20_000):
-            yield Token(number, 40, wide)
+            yield Token(number, 40, wide, logprob=-1.0)
 
     served.pipeline.script = broad
     call = served.stub.Generate(pb.GenerateRequest(text="x", top_logprobs=20))
@@ -150,3 +150,25 @@ async def test_deadlines_and_cancels_at_once_leave_nothing_open(served: Served) 
     await asyncio.gather(*map(one, range(40)))
     await asyncio.wait_for(served.pipeline.clean.wait(), 5)
     assert served.pipeline.num_open == 0
+
+
+async def test_deadlines_that_cut_answers_off_anywhere_are_no_errors_of_ours(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.pipeline.script = endless
+    served.pipeline.clean_up_s = 0.0
+
+    async def one(index: int) -> grpc.StatusCode:
+        call = served.stub.Generate(pb.GenerateRequest(text="x"), timeout=0.001 + 0.049 * index / 400)
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for _ in call:
+                pass
+        return await call.code()
+
+    for start in range(20):
+        codes = await asyncio.gather(*map(one, range(start, 400, 20)))
+        assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    async with asyncio.timeout(5):
+        while served.pipeline.num_open:  # on a busy machine none may have begun
+            await asyncio.sleep(0.01)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

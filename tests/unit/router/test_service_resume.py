@@ -39,6 +39,8 @@ ENDINGS = {
     "a stop token": ("the ", "stop_token", NEWLINE, pb.Stopping(stop_token_ids=[NEWLINE])),
     "a stop string": ("xa👩y END more", "length", None, pb.Stopping(stop=["👩y END", "zzz"])),
     "a stop string in the last token": ("abc", "length", None, pb.Stopping(stop=["c"])),
+    "a complete grammar": ("the END", "grammar", None, pb.Stopping(stop=["D and more"])),
+    "a complete grammar and a broken character": ("a 👩", "grammar", BROKEN, pb.Stopping()),
     "a stop token too early": ("ab\nc", "length", None, pb.Stopping(stop_token_ids=[NEWLINE], min_tokens=3)),
 }
 
@@ -49,11 +51,13 @@ async def test_from_every_point_it_becomes_the_same_answer(served: Served, endin
     ids, served.pipeline.clean_up_s = served.play(text, finish, last), 0
     if finish == "length":
         stopping.max_tokens = len(ids)
-    whole = await served.generate(text=PROMPT, stopping=stopping, sampling=pb.Sampling(seed=11))
+    grammar = pb.Grammar(regex=".*") if finish == "grammar" else None
+    asked = {"text": PROMPT, "stopping": stopping, "grammar": grammar}
+    whole = await served.generate(**asked, sampling=pb.Sampling(seed=11))
     for cut in range(1, len(whole)):
         received = whole[:cut]
         for text_length in {0, len(text_of(received)) // 2, len(text_of(received))}:
-            rest = await served.generate(text=PROMPT, stopping=stopping, resume=resume_of(received, text_length))
+            rest = await served.generate(**asked, resume=resume_of(received, text_length))
             assert text_of(received)[:text_length] + text_of(rest) == text_of(whole)
             assert ids_of(received) + ids_of(rest) == ids_of(whole)
             assert rest[0].started.seed == 11

@@ -63,6 +63,9 @@ def ids(count: int) -> pb.TokenIds:
         ({"stopping": pb.Stopping(stop_token_ids=[512])}, "stopping.stop_token_ids[0]", "0 to 511"),
         ({"top_logprobs": 21}, "top_logprobs", "0 to 20"),
         ({"top_logprobs": -1}, "top_logprobs", "0 to 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "0 to 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "0 to 20"),
+        ({"logprobs_stage": 7}, "logprobs_stage", "LOGPROBS_STAGE_DRAWN"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
         ({"truncate_prompt_tokens": -3}, "truncate_prompt_tokens", "at least 1"),
         ({"token_ids": ids(WINDOW)}, "token_ids.ids", "has 64 tokens, but the context window of 64"),
@@ -159,3 +162,11 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
 
 def _card(window: int) -> ModelCard:
     return ModelCard("toy", TOY_VOCAB_SIZE, window, (0, TOY_EOS_ID), "f00d", LAYOUT, exact=True)
+
+
+def test_log_probabilities_are_asked_for_in_three_ways() -> None:
+    none = planned().work
+    assert (none.wants_logprobs, none.prompt_logprobs, none.logprobs_as_drawn) == (False, None, False)
+    chosen = planned(logprobs=True, prompt_logprobs=0, logprobs_stage=pb.LOGPROBS_STAGE_DRAWN).work
+    assert (chosen.wants_logprobs, chosen.prompt_logprobs, chosen.logprobs_as_drawn) == (True, 0, True)
+    assert planned(top_logprobs=1).work.wants_logprobs
