@@ -43,7 +43,7 @@ def arrange(function: cst.FunctionDef, mutants: Iterable[file_mutation.Mutation]
 
 def main() -> None:
     """The command line is mutmut's."""
-    file_mutation.MutationVisitor._skip_node_and_children = skip  # type: ignore[method-assign]
+    file_mutation.MutationVisitor._skip_node_and_children = skip  # type: ignore[assignment,method-assign]
     file_mutation.function_trampoline_arrangement = arrange
     cli()
 

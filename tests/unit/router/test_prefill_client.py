@@ -69,7 +69,8 @@ async def test_the_first_token_then_word_that_decode_has_it_all() -> None:
         ticket, loop = held(), asyncio.get_running_loop()
         async with client.prefill(REQUEST, ticket) as call:
             for scored in SCORES:
-                script.say.put_nowait(prefill_pb2.PrefillResponse(scores={"tokens": [scored_to_wire(scored)]}))
+                scores = prefill_pb2.PromptScores(tokens=[scored_to_wire(scored)])
+                script.say.put_nowait(prefill_pb2.PrefillResponse(scores=scores))
             script.say.put_nowait(SAMPLED)
             assert await call.sampled() == Sampled(Token(0, 9), computed_tokens=2, cached_tokens=1)
             assert call.scores == SCORES
