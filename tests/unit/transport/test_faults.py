@@ -217,3 +217,5 @@ async def test_there_may_be_nothing_to_cut() -> None:
     async with pair() as p:
         p.prefill.forget(DECODE)
         assert p.prefill.cut() == 0
+        with pytest.raises(LinkDown, match=r"no link to decode-0 after 0\.01 s"):
+            await p.prefill.wait_up(DECODE, 0.01)
