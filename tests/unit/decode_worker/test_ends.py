@@ -87,6 +87,7 @@ def test_expel_fails_all_that_is_left(stage: Stage) -> None:
 def test_a_prompt_on_its_way_is_a_request_and_nothing_queued(stage: Stage) -> None:
     stage.reserve(work(40, 10))
     assert (stage.worker.num_requests, stage.worker.queued_tokens) == (1, 0)
+    stage.worker.wait_for_command(0.01)  # no longer than that
 
 
 def test_the_ledger_names_every_ticket(stage: Stage) -> None:

@@ -49,6 +49,12 @@ def test_a_pass_fills_its_budget_in_order_of_arrival() -> None:
     assert run_all(queue) == [[(1, 16, 40), (2, 0, 10)]]
 
 
+def test_a_prompt_that_is_just_the_budget_is_one_chunk() -> None:
+    queue = scheduler(budget=40)
+    queue.add(0, own(0, 40))
+    assert run_all(queue) == [[(0, 0, 40)]]
+
+
 def test_resumed_prompts_go_before_new_ones_in_their_own_order() -> None:
     queue = scheduler(budget=16)
     queue.add(0, own(0, 16))

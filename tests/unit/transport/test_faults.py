@@ -1,17 +1,19 @@
 """Both ends of a link over the loopback: every fault, what it ends, and that the link comes back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import replace
 
 import pytest
 
 from pdserve.errors import Incompatible, LinkDown, ProtocolError
+from pdserve.membership import WorkerInfo
 from pdserve.request import Incarnation, WorkerId
 from tests.unit.transport.pair import CARD, CONFIG, DECODE, LAYOUT, pair, peer, push
 from transport.base import Own
 from transport.loopback import Loopback
-from transport.protocol import Announce, Hello
+from transport.protocol import Announce, DecodeFrame, Hello, Landed, PrefillFrame
+from transport.receive import DecodeLinks
 from transport.send import PrefillLink, PrefillLinks
 
 
@@ -123,6 +125,32 @@ async def test_an_end_that_is_not_there_is_tried_for_ever(monkeypatch: pytest.Mo
         await other.close()
 
 
+class Silence:
+    """A decode worker that takes a call and says nothing; from prefill's end, a control."""
+
+    async def open(self, peer: WorkerInfo, frames: AsyncIterator[PrefillFrame]) -> AsyncGenerator[DecodeFrame, None]:
+        await asyncio.Event().wait()
+        yield Landed(0)
+
+
+async def test_an_end_that_says_nothing_is_given_up() -> None:
+    own = Own(WorkerId("prefill-1"), Incarnation("x"), CARD)
+    prefill = PrefillLinks(own, CONFIG, Silence(), Loopback(CONFIG))
+    prefill.connect(peer())
+    with pytest.raises(LinkDown, match=r"has not answered in 0\.2 s"):
+        await prefill.wait_up(DECODE, 0.5)
+    await prefill.close()
+
+    async def frames() -> AsyncIterator[Hello]:
+        await asyncio.Event().wait()
+        yield Hello("e", "prefill-9", "x", "", "gloo", 64, 4)
+
+    decode = DecodeLinks(Own(DECODE, Incarnation("d1"), CARD), CONFIG, Loopback(CONFIG))
+    async with asyncio.timeout(2):
+        with pytest.raises(ProtocolError, match=r"no Hello within 0\.2 s"):
+            await anext(decode.serve(frames()))
+
+
 async def test_a_difference_is_logged_once_and_not_retried(caplog: pytest.LogCaptureFixture) -> None:
     other = replace(CARD, kv_layout=replace(LAYOUT, page_tokens=8))
     async with pair() as p:
@@ -189,3 +217,5 @@ async def test_there_may_be_nothing_to_cut() -> None:
     async with pair() as p:
         p.prefill.forget(DECODE)
         assert p.prefill.cut() == 0
+        with pytest.raises(LinkDown, match=r"no link to decode-0 after 0\.01 s"):
+            await p.prefill.wait_up(DECODE, 0.01)
