@@ -22,6 +22,9 @@ bench-handover: $(VENV)/.run  ## Measure what moving KV costs, beside bare Gloo,
 
 ##@ Develop
 
+parity: $(VENV)/.dev  ## Compare every family, token by token, with transformers; ARGS="--prompts 0" without real models
+	$(BIN)/python -m benchmarks.parity $(ARGS)
+
 test: $(VENV)/.dev  ## Run all tests; ARGS="tests/unit -m 'not slow'" for fewer
 	$(BIN)/python -m pytest $(ARGS)
 
@@ -81,4 +84,4 @@ $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --no-compile -e '.[cluster,dev]'
 	@touch $@
 
-.PHONY: demo bench bench-handover test chaos simulate soak check format proto proto-image clean help
+.PHONY: demo bench bench-handover parity test chaos simulate soak check format proto proto-image clean help

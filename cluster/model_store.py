@@ -19,8 +19,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
+from engine.config_file import read_config
 from engine.gguf_import import CONVERTER_VERSION, convert_gguf
-from engine.model_config import read_config
 from pdserve.errors import ConfigError
 
 Progress = Callable[[str], None]

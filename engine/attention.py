@@ -5,6 +5,7 @@ earlier ones.
 """
 
 import ctypes
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,14 @@ from torch.nn import functional
 from engine.batch import Batch
 from engine.kv_cache import KvCache, from_groups, place_in_group, to_groups
 from engine.native import Library
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a layer's rows look at the keys."""
+
+    scale: float  # of the products of query and key
+    reach: int | None = None  # tokens that a row sees, the last of them its own; None: all up to it
 
 
 def torch_write_kv(k: Tensor, v: Tensor, cache: KvCache, layer: int, batch: Batch) -> None:
@@ -27,7 +36,7 @@ def torch_write_kv(k: Tensor, v: Tensor, cache: KvCache, layer: int, batch: Batc
     values[pages, :, slots] = to_groups(v.to(values.dtype))
 
 
-def torch_attend(q: Tensor, cache: KvCache, layer: int, batch: Batch) -> Tensor:
+def torch_attend(q: Tensor, cache: KvCache, layer: int, batch: Batch, look: Look) -> Tensor:
     """See `engine.kernels.Attend`. Gathers the pages of one sequence after the other."""
     out = torch.empty_like(q)
     starts = batch.row_starts.tolist()
@@ -35,7 +44,7 @@ def torch_attend(q: Tensor, cache: KvCache, layer: int, batch: Batch) -> Tensor:
         length = int(batch.positions[end - 1]) + 1
         pages = batch.page_table[sequence, : cache.layout.pages_for(length)].long()
         keys, values = _gather(cache, layer, pages)
-        out[begin:end] = _attend_sequence(q[begin:end], keys[:, :length], values[:, :length])
+        out[begin:end] = _attend_sequence(q[begin:end], keys[:, :length], values[:, :length], look)
     return out
 
 
@@ -53,15 +62,18 @@ def _gather(cache: KvCache, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
     return keys.transpose(0, 1).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
 
 
-def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor, look: Look) -> Tensor:
     """The last rows of one sequence [T, heads, head_dim] against all its keys."""
     num_rows, length = q.shape[0], keys.shape[1]
-    mask = torch.ones(num_rows, length, dtype=torch.bool, device=q.device).tril(length - num_rows)
+    seen = torch.ones(num_rows, length, dtype=torch.bool, device=q.device).tril(length - num_rows)
+    if look.reach is not None:
+        seen = seen.triu(length - num_rows - look.reach + 1)
     query, group = q.transpose(0, 1), q.shape[1] // keys.shape[0]
     keys, values = (x.to(q.dtype).repeat_interleave(group, 0) for x in (keys, values))
-    return functional.scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=mask)[0].transpose(
-        0, 1
+    out = functional.scaled_dot_product_attention(
+        query[None], keys[None], values[None], attn_mask=seen, scale=look.scale
     )
+    return out[0].transpose(0, 1)
 
 
 class NativeAttention:
@@ -80,7 +92,7 @@ class NativeAttention:
         args = _WriteArgs(pages, k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0))
         _check(self._library.call("write_kv", args), cache)
 
-    def attend(self, q: Tensor, cache: KvCache, layer: int, batch: Batch) -> Tensor:
+    def attend(self, q: Tensor, cache: KvCache, layer: int, batch: Batch, look: Look) -> Tensor:
         """See `engine.kernels.Attend`. Raises IndexError for a page that the cache does not have."""
         if (
             q.shape[0] != batch.num_rows
@@ -90,8 +102,8 @@ class NativeAttention:
             raise ValueError(f"q of shape {list(q.shape)} does not fit {batch.num_rows} rows and {cache.layout}")
         q = _dense_heads(q)
         out = torch.empty(q.shape)
-        pages = _pages_args(cache, layer, batch)
-        args = _AttendArgs(pages, q.data_ptr(), out.data_ptr(), q.shape[1], q.stride(0), self._library.threads)
+        sizes = (q.shape[1], q.stride(0), self._library.threads, look.reach or 0)
+        args = _AttendArgs(_pages_args(cache, layer, batch), q.data_ptr(), out.data_ptr(), *sizes, look.scale)
         _check(self._library.call("attend", args), cache)
         return out
 
@@ -145,5 +157,6 @@ class _AttendArgs(ctypes.Structure):
     _fields_ = [
         ("at", _PagesArgs),
         *((name, ctypes.c_void_p) for name in ("q", "out")),
-        *((name, ctypes.c_long) for name in ("heads", "ldq", "threads")),
+        *((name, ctypes.c_long) for name in ("heads", "ldq", "threads", "reach")),
+        ("scale", ctypes.c_double),
     ]

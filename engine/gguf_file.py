@@ -95,6 +95,13 @@ class GgufFile:
             self.fail(f"metadata key {key} should be a list of whole numbers, not {_short(value)}")
         return [item for item in value if isinstance(item, int)]
 
+    def numbers(self, key: str) -> list[float]:
+        """A required list of numbers."""
+        value = self._required(key)
+        if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
+            self.fail(f"metadata key {key} should be a list of numbers, not {_short(value)}")
+        return [float(item) for item in value]
+
     def _required(self, key: str) -> Value:
         if key not in self.metadata:
             self.fail(f"metadata key {key} is missing")

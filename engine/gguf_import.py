@@ -11,15 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.config_file import read_config
+from engine.gguf_families import GGUF_FAMILIES, GgufFamily
 from engine.gguf_file import GgufFile
-from engine.gguf_tensors import LlamaShape, write_weights
+from engine.gguf_tensors import write_weights
 from engine.gguf_tokenizer import write_tokenizer
+from engine.model_config import ModelConfig
+from pdserve.errors import ConfigError
 
 # Part of the name of a cached conversion: raise it when the same file would be converted to something else.
 CONVERTER_VERSION = 1
 
-# These would change what the model computes, in ways that the engine does not know; value: what leaves it plain.
-_PLAIN = {"llama.expert_count": (0,), "llama.rope.scaling.type": ("none",), "llama.attention.causal": (True,)}
+# These would change what the model computes, in ways that we do not take over; value: what leaves it plain.
+_PLAIN = {"expert_count": (0,), "rope.scaling.type": ("none",), "attention.causal": (True,)}
 
 
 def convert_gguf(path: Path, folder: Path, progress: Callable[[float], None]) -> None:
@@ -29,38 +33,65 @@ def convert_gguf(path: Path, folder: Path, progress: Callable[[float], None]) ->
     OSError when the folder cannot be written.
     """
     source = GgufFile(path)
-    shape = llama_shape(source)
-    config = json.dumps(_config(source, shape), indent=2)
+    family = _family(source)
+    config = json.dumps(_config(source, family), indent=2)
     (folder / "config.json").write_text(config, encoding="utf-8")
     write_tokenizer(source, folder)
-    write_weights(source, shape, folder / "model.safetensors", progress)
+    write_weights(source, family, _read_back(source, folder), folder / "model.safetensors", progress)
 
 
-def llama_shape(source: GgufFile) -> LlamaShape:
-    """The sizes in the metadata, checked against each other."""
-    _check_architecture(source)
-    hidden_size, num_heads = source.integer("llama.embedding_length"), source.integer("llama.attention.head_count")
-    head_dim = _integer_or(source, "llama.attention.key_length", hidden_size // max(num_heads, 1))
-    shape = LlamaShape(
-        vocab_size=_vocab_size(source),
-        hidden_size=hidden_size,
-        intermediate_size=source.integer("llama.feed_forward_length"),
-        num_layers=source.integer("llama.block_count"),
-        num_heads=num_heads,
-        num_kv_heads=_integer_or(source, "llama.attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        tie_embeddings="output.weight" not in source.tensors,
-    )
-    _check_shape(source, shape)
-    return shape
-
-
-def _check_architecture(source: GgufFile) -> None:
-    if (architecture := source.text("general.architecture")) != "llama":
-        source.fail(f"architecture {architecture!r} is not supported (llama is)")
+def _family(source: GgufFile) -> GgufFamily:
+    if (architecture := source.text("general.architecture")) not in GGUF_FAMILIES:
+        source.fail(f"architecture {architecture!r} is not supported ({', '.join(GGUF_FAMILIES)} are)")
     for key, plain in _PLAIN.items():
-        if source.metadata.get(key, plain[0]) not in plain:
-            source.fail(f"{key} = {source.metadata[key]!r} is not supported")
+        if source.metadata.get(f"{architecture}.{key}", plain[0]) not in plain:
+            source.fail(f"{architecture}.{key} = {source.metadata[f'{architecture}.{key}']!r} is not supported")
+    return GGUF_FAMILIES[architecture]
+
+
+def _config(source: GgufFile, family: GgufFamily) -> dict[str, object]:
+    """The sizes in the metadata, checked against each other, and what else the family's config.json has."""
+    arch = family.architecture
+    return (
+        _sizes(source, arch)
+        | family.settings(source)
+        | {
+            "vocab_size": _vocab_size(source),
+            "tie_word_embeddings": "output.weight" not in source.tensors,
+            "attention_bias": False,
+            "max_position_embeddings": int(_positive(source, f"{arch}.context_length")),
+            "rope_theta": _shortest(_positive(source, f"{arch}.rope.freq_base", 10000.0)),
+            "rms_norm_eps": _shortest(_positive(source, f"{arch}.attention.layer_norm_rms_epsilon")),
+            "bos_token_id": _token_id(source, "bos"),
+            "eos_token_id": _token_id(source, "eos"),
+            "torch_dtype": "bfloat16",
+        }
+    )
+
+
+def _sizes(source: GgufFile, arch: str) -> dict[str, int]:
+    hidden_size, num_heads = source.integer(f"{arch}.embedding_length"), source.integer(f"{arch}.attention.head_count")
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": source.integer(f"{arch}.feed_forward_length"),
+        "num_hidden_layers": source.integer(f"{arch}.block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": _integer_or(source, f"{arch}.attention.head_count_kv", num_heads),
+        "head_dim": _integer_or(source, f"{arch}.attention.key_length", hidden_size // max(num_heads, 1)),
+    }
+    if min(sizes.values()) < 1 or num_heads % sizes["num_key_value_heads"] or sizes["head_dim"] % 2:
+        source.fail(f"corrupt: impossible sizes {sizes}")
+    if sizes["num_hidden_layers"] > len(source.tensors):
+        source.fail(f"corrupt: {sizes['num_hidden_layers']} layers, but only {len(source.tensors)} tensors")
+    _check_head(source, arch, sizes["head_dim"])
+    return sizes
+
+
+def _check_head(source: GgufFile, arch: str, head_dim: int) -> None:
+    turned = _integer_or(source, f"{arch}.rope.dimension_count", head_dim)
+    values = _integer_or(source, f"{arch}.attention.value_length", head_dim)
+    if (turned, values) != (head_dim, head_dim):
+        source.fail(f"heads of {head_dim} with {turned} rotated and {values} value dimensions: not supported")
 
 
 def _vocab_size(source: GgufFile) -> int:
@@ -72,42 +103,12 @@ def _vocab_size(source: GgufFile) -> int:
     return num_rows
 
 
-def _check_shape(source: GgufFile, shape: LlamaShape) -> None:
-    sizes = (shape.intermediate_size, shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    if min(sizes) < 1 or shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
-        source.fail(f"corrupt: impossible sizes {shape}")
-    if shape.num_layers > len(source.tensors):
-        source.fail(f"corrupt: {shape.num_layers} layers, but only {len(source.tensors)} tensors")
-    rope_dims = _integer_or(source, "llama.rope.dimension_count", shape.head_dim)
-    value_dims = _integer_or(source, "llama.attention.value_length", shape.head_dim)
-    if (rope_dims, value_dims) != (shape.head_dim, shape.head_dim):
-        source.fail(
-            f"heads of {shape.head_dim} with {rope_dims} rotated and {value_dims} value dimensions: not supported"
-        )
-
-
-def _config(source: GgufFile, shape: LlamaShape) -> dict[str, object]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "tie_word_embeddings": shape.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "max_position_embeddings": int(_positive(source, "llama.context_length")),
-        "rope_theta": _shortest(_positive(source, "llama.rope.freq_base", 10000.0)),
-        "rms_norm_eps": _shortest(_positive(source, "llama.attention.layer_norm_rms_epsilon")),
-        "bos_token_id": _token_id(source, "bos"),
-        "eos_token_id": _token_id(source, "eos"),
-        "torch_dtype": "bfloat16",
-    }
+def _read_back(source: GgufFile, folder: Path) -> ModelConfig:
+    """What the engine makes of the config."""
+    try:
+        return read_config(folder)
+    except ConfigError as error:
+        source.fail(f"corrupt: {error}")
 
 
 def _token_id(source: GgufFile, name: str) -> int | None:

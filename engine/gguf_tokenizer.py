@@ -1,8 +1,8 @@
 """tokenizer.json and tokenizer_config.json out of the metadata of a GGUF file.
 
-GGUF holds vocabulary, merges and token types, and of the pre-tokenizer only a name; how text is cut before the merges
-apply has to be known here. A wrong cut still gives tokens that decode to the same text, only not the ones that the
-model was trained on, so an unknown name is an error and no default is assumed.
+GGUF holds vocabulary, merges or scores, and token types, and of the pre-tokenizer only a name; how text is cut before
+the merges apply has to be known here. A wrong cut still gives tokens that decode to the same text, only not the ones
+that the model was trained on, so an unknown name is an error and no default is assumed.
 
 Bytes that the vocabulary lacks (SmolLM2: a few control characters, and lead bytes of unused planes) are dropped, as the
 original tokenizer drops them.
@@ -11,11 +11,13 @@ original tokenizer drops them.
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.gguf_file import GgufFile
 
-_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types of tokens that stand outside the merges
+_NORMAL = 1  # llama.cpp's types of tokens: made by merges,
+_CONTROL, _USER_DEFINED = 3, 4  # and standing outside them
+_SPACE = "▁"  # SentencePiece's
 
 
 def write_tokenizer(source: GgufFile, folder: Path) -> None:
@@ -36,20 +38,59 @@ def write_tokenizer(source: GgufFile, folder: Path) -> None:
 
 
 def build_tokenizer(source: GgufFile, tokens: list[str]) -> Tokenizer:
-    """The byte-level BPE tokenizer that `source` describes."""
-    if (kind := source.text("tokenizer.ggml.model")) != "gpt2":
-        source.fail(f"tokenizer model {kind!r} is not supported (gpt2, byte-level BPE, is)")
+    """The tokenizer that `source` describes."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         source.fail("corrupt: two tokens of the vocabulary are the same")
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=_merges(source, vocabulary)))
-    tokenizer.pre_tokenizer = _pre_tokenizer(source)
-    tokenizer.decoder = decoders.ByteLevel()
+    match source.text("tokenizer.ggml.model"):
+        case "gpt2":
+            tokenizer = _byte_level(source, vocabulary)
+        case "llama":
+            tokenizer = _sentence_piece(source, vocabulary)
+        case kind:
+            source.fail(f"tokenizer model {kind!r} is not supported (gpt2, byte-level BPE, and llama are)")
     tokenizer.add_tokens(_added_tokens(source, tokens))
     if _adds_bos(source):
         bos = _special(source, tokens, "bos")
         tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", None, [(bos, vocabulary[bos])])
     return tokenizer
+
+
+def _byte_level(source: GgufFile, vocabulary: dict[str, int]) -> Tokenizer:
+    """BPE over bytes, after a cut into words."""
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=_merges(source, vocabulary)))
+    tokenizer.pre_tokenizer = _pre_tokenizer(source)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(source: GgufFile, vocabulary: dict[str, int]) -> Tokenizer:
+    """BPE of SentencePiece over characters, with spaces as a visible one; what it does not know becomes bytes."""
+    if source.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        source.fail("tokenizer.ggml.add_space_prefix is not supported")
+    unknown = _special(source, list(vocabulary), "unknown")
+    merges = _merges_by_score(source, vocabulary)
+    model = models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _merges_by_score(source: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to put a token together from two others, best tokens first: the file has scores instead of merges."""
+    scores = source.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(vocabulary):
+        source.fail(f"corrupt: {len(vocabulary)} tokens, but {len(scores)} scores")
+    kinds = _token_kinds(source, len(vocabulary))
+    normal = {token: index for token, index in vocabulary.items() if kinds[index] == _NORMAL}
+    ways = [
+        (-scores[index], normal[left], normal[right], left, right)
+        for token, index in normal.items()
+        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        if left in normal and right in normal
+    ]
+    return [way[3:] for way in sorted(ways)]
 
 
 def _merges(source: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
@@ -72,14 +113,19 @@ def _pre_tokenizer(source: GgufFile) -> pre_tokenizers.PreTokenizer:
 
 
 def _added_tokens(source: GgufFile, tokens: list[str]) -> list[AddedToken]:
-    kinds = source.integers("tokenizer.ggml.token_type")
-    if len(kinds) != len(tokens):
-        source.fail(f"corrupt: {len(tokens)} tokens, but {len(kinds)} token types")
+    kinds = _token_kinds(source, len(tokens))
     return [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, kinds, strict=True)
         if kind in (_CONTROL, _USER_DEFINED)
     ]
+
+
+def _token_kinds(source: GgufFile, num_tokens: int) -> list[int]:
+    kinds = source.integers("tokenizer.ggml.token_type")
+    if len(kinds) != num_tokens:
+        source.fail(f"corrupt: {num_tokens} tokens, but {len(kinds)} token types")
+    return kinds
 
 
 def _adds_bos(source: GgufFile) -> bool:

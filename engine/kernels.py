@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine import attention, linear, native, onednn, ops
+from engine.attention import Look
 from engine.batch import Batch
 from engine.kv_cache import KvCache
 
@@ -28,25 +29,30 @@ class WriteKv(Protocol):
 
 
 class Attend(Protocol):
-    def __call__(self, q: Tensor, cache: KvCache, layer: int, batch: Batch) -> Tensor:
-        """[T, heads, head_dim] to the same; the row at position p sees the keys 0..p; scale head_dim ** -0.5."""
+    def __call__(self, q: Tensor, cache: KvCache, layer: int, batch: Batch, look: Look) -> Tensor:
+        """[T, heads, head_dim] to the same; the row at position p sees the keys up to p as far as `look` reaches."""
 
 
 class RmsNorm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight along the last dimension of x [T, n]; weight [n] in the dtype of x."""
+        """x / rms(x) * weight along the last dimension of x [T, n]; weight [n] fp32."""
 
 
-class SiluMul(Protocol):
+class NormHeads(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """`RmsNorm` of every head of x [T, heads, head_dim] in place; weight [heads, head_dim]."""
+
+
+class GateMul(Protocol):
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, where gate_up [T, 2 n] is both side by side; gives [T, n]."""
+        """activation(gate) * up, where gate_up [T, 2 n] is both side by side; gives [T, n]."""
 
 
 class Rotate(Protocol):
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-        """Rotary embedding of x [T, heads, head_dim] in place, first half of a head against its second half.
+        """Rotary embedding of x [T, heads, head_dim] in place.
 
-        cos and sin [window, head_dim / 2] fp32, positions [T] int32.
+        cos and sin [window, n] fp32, positions [T] int32. Of a head the first n elements turn against the next n.
         """
 
 
@@ -57,11 +63,13 @@ class Kernels:
     name: str  # "native" | "onednn" | "torch"
     exact: bool  # path-invariant by construction
     linear: MakeLinear
-    head: MakeLinear  # of the vocabulary: sums and returns fp32 in every dtype
+    head: MakeLinear  # of the vocabulary, and for choices among experts: sums and returns fp32 in every dtype
     write_kv: WriteKv
     attend: Attend
     rms_norm: RmsNorm
-    silu_mul: SiluMul
+    norm_heads: NormHeads
+    silu_mul: GateMul
+    gelu_mul: GateMul  # with the tanh form of gelu
     rotate: Rotate
 
 
@@ -89,7 +97,9 @@ def torch_kernels() -> Kernels:
         write_kv=attention.torch_write_kv,
         attend=attention.torch_attend,
         rms_norm=ops.torch_rms_norm,
+        norm_heads=ops.torch_norm_heads,
         silu_mul=ops.torch_silu_mul,
+        gelu_mul=ops.torch_gelu_mul,
         rotate=ops.torch_rotate,
     )
 
@@ -105,6 +115,8 @@ def native_kernels(library: native.Library) -> Kernels:
         write_kv=pages.write_kv,
         attend=pages.attend,
         rms_norm=rows.rms_norm,
+        norm_heads=rows.norm_heads,
         silu_mul=rows.silu_mul,
+        gelu_mul=rows.gelu_mul,
         rotate=rows.rotate,
     )

@@ -11,10 +11,11 @@ from typing import Literal
 
 import torch
 
+from engine.config_file import read_config
 from engine.kernels import choose_kernels
 from engine.kv_cache import PAGE_FORMAT, KvCache
 from engine.model import Model
-from engine.model_config import ModelConfig, read_config
+from engine.model_config import ModelConfig
 from engine.runner import Runner
 from engine.self_test import is_path_invariant
 from engine.weights import fingerprint, load_weights

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from engine.attention import Look
 from engine.batch import Batch
 from engine.kernels import Kernels
-from engine.layers import DecoderLayer, GatedMlp, LmHead, RmsNorm, SelfAttention, rotary_tables
-from engine.model_config import ModelConfig
-from engine.weights import EMBEDDING, LM_HEAD, Weights
+from engine.layers import DecoderLayer, ExpertMlp, GatedMlp, HeadNorm, Heads, LmHead, Mlp, RmsNorm, SelfAttention
+from engine.linear import Linear
+from engine.model_config import Experts, LayerConfig, MlpNames, ModelConfig
+from engine.rotary import rotary_tables
+from engine.tensor_names import ATTENTION_OUT, EMBEDDING, FINAL_NORM, HEAD_NORMS, LM_HEAD, layer_prefix
+from engine.weights import Weights
 
 
 class Model:
@@ -23,16 +27,17 @@ class Model:
     ) -> None:
         self.config = config
         build = _Builder(config, weights, kernels, dtype, device)
-        self._activations = build.activations
+        self._activations = torch.float32 if device.type == "cpu" else dtype
         self._embedding = build.tensor(EMBEDDING)  # [vocab, hidden]
         self.layers = tuple(build.layers())
-        self._norm = build.norm("model.norm")
+        self._norm = build.norm(FINAL_NORM)
         head = self._embedding if config.tie_embeddings else build.tensor(LM_HEAD)
-        self._lm_head = LmHead(head, kernels)
+        self._lm_head = LmHead(head, kernels.head, config.logit_cap)
 
     def embed(self, batch: Batch) -> Tensor:
         """The hidden rows that the first layer takes, [T, hidden]."""
-        return self._embedding[batch.token_ids].to(self._activations)
+        rows = self._embedding[batch.token_ids].to(self._activations)
+        return rows if self.config.embedding_scale == 1 else rows * self.config.embedding_scale
 
     def logits(self, hidden: Tensor, batch: Batch) -> Tensor:
         """fp32 [R, vocab] for the sampled rows of what the last layer gave."""
@@ -51,37 +56,71 @@ class _Builder:
     def __init__(
         self, config: ModelConfig, weights: Weights, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.activations = torch.float32 if device.type == "cpu" else dtype
         self._config = config
         self._weights = weights
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
-        self._rotary = rotary_tables(config, device)
+        ropes = {layer.rope for layer in config.layers}
+        self._rotary = {rope: rotary_tables(rope, config.window, device) for rope in ropes}
 
     def tensor(self, *names: str) -> Tensor:
         """One tensor, or several one above the other; a copy, as the weights may be mapped from a file."""
         return torch.cat([self._weights[name].to(self._device, self._dtype) for name in names])
 
     def norm(self, name: str) -> RmsNorm:
-        weight = self._weights[f"{name}.weight"].to(self._device, self.activations, copy=True)
-        return RmsNorm(weight, self._config.rms_eps, self._kernels)
+        return RmsNorm(self._norm_weight(name), self._config.rms_eps, self._kernels)
 
     def layers(self) -> Iterator[DecoderLayer]:
-        for index in range(self._config.num_layers):
-            prefix = f"model.layers.{index}"
+        names = self._config.names
+        for index, layer in enumerate(self._config.layers):
+            prefix = layer_prefix(index)
             yield DecoderLayer(
-                self.norm(f"{prefix}.input_layernorm"),
-                self._attention(index, f"{prefix}.self_attn"),
-                self.norm(f"{prefix}.post_attention_layernorm"),
-                self._mlp(f"{prefix}.mlp"),
+                self.norm(prefix + names.attention_norm),
+                self._attention(index, layer, prefix),
+                self._norm_or_none(prefix, names.attention_end_norm),
+                self.norm(prefix + names.mlp_norm),
+                self._mlp(prefix, names.mlp) if layer.experts is None else self._experts(prefix, layer.experts),
+                self._norm_or_none(prefix, names.mlp_end_norm),
             )
 
-    def _attention(self, index: int, prefix: str) -> SelfAttention:
-        qkv = self._kernels.linear(self.tensor(*(f"{prefix}.{part}_proj.weight" for part in "qkv")))
-        out = self._kernels.linear(self.tensor(f"{prefix}.o_proj.weight"))
-        return SelfAttention(index, qkv, out, self._config, self._rotary, self._kernels)
+    def _norm_weight(self, name: str) -> Tensor:
+        return self._weights[f"{name}.weight"].to(self._device, torch.float32, copy=True) + self._config.norm_offset
 
-    def _mlp(self, prefix: str) -> GatedMlp:
-        gate_up = self._kernels.linear(self.tensor(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"))
-        return GatedMlp(gate_up, self._kernels.linear(self.tensor(f"{prefix}.down_proj.weight")), self._kernels)
+    def _norm_or_none(self, prefix: str, name: str | None) -> RmsNorm | None:
+        return None if name is None else self.norm(prefix + name)
+
+    def _attention(self, index: int, layer: LayerConfig, prefix: str) -> SelfAttention:
+        config = self._config
+        return SelfAttention(
+            index=index,
+            heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim),
+            qkv=self._linear(*(prefix + name for name in config.names.qkv), with_bias=config.qkv_bias),
+            norm=self._head_norm(prefix) if config.qk_norm else None,
+            rotary=self._rotary[layer.rope],
+            look=Look(config.attention_scale, layer.reach),
+            out=self._linear(prefix + ATTENTION_OUT),
+            kernels=self._kernels,
+        )
+
+    def _head_norm(self, prefix: str) -> HeadNorm:
+        counts = (self._config.num_heads, self._config.num_kv_heads)
+        weights = [
+            self._norm_weight(prefix + name).expand(count, -1) for name, count in zip(HEAD_NORMS, counts, strict=True)
+        ]
+        return HeadNorm(torch.cat(weights), self._config.rms_eps, self._kernels)
+
+    def _mlp(self, prefix: str, names: MlpNames) -> GatedMlp:
+        gate_mul = self._kernels.gelu_mul if self._config.activation == "gelu" else self._kernels.silu_mul
+        gate_up = self._linear(*(prefix + name for name in names.gate_up))
+        return GatedMlp(gate_up, gate_mul, self._linear(prefix + names.down))
+
+    def _experts(self, prefix: str, experts: Experts) -> Mlp:
+        names = self._config.names
+        parts = tuple(self._mlp(prefix, names.experts.of_expert(index)) for index in range(experts.count))
+        router = self._kernels.head(self.tensor(f"{prefix}{names.router}.weight"))
+        return ExpertMlp(router, parts, experts.per_token, experts.normalized)
+
+    def _linear(self, *names: str, with_bias: bool = False) -> Linear:
+        weight = self.tensor(*(f"{name}.weight" for name in names))
+        return self._kernels.linear(weight, self.tensor(*(f"{name}.bias" for name in names)) if with_bias else None)

@@ -17,37 +17,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.model_config import ModelConfig
+from engine.tensor_names import EMBEDDING, LM_HEAD, expected_shapes
 from pdserve.errors import ConfigError
 
 Weights = Mapping[str, Tensor]
 
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # old files store what follows from the config
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the model needs, [out, in] for the linear layers."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if not config.tie_embeddings:
-        shapes[LM_HEAD] = (config.vocab_size, hidden)
-    layer = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (config.q_size, hidden),
-        "self_attn.k_proj.weight": (config.kv_size, hidden),
-        "self_attn.v_proj.weight": (config.kv_size, hidden),
-        "self_attn.o_proj.weight": (hidden, config.q_size),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    return shapes
 
 
 def load_weights(folder: Path, config: ModelConfig) -> Weights:
@@ -74,8 +51,10 @@ def random_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.fl
     weights = {}
     for name, shape in expected_shapes(config).items():
         values = torch.randn(shape, generator=generator)
-        if len(shape) == 1:
-            values = 1 + 0.1 * values
+        if name.endswith(".bias"):
+            values *= 0.5
+        elif len(shape) == 1:
+            values = 1 - config.norm_offset + 0.1 * values
         else:
             values *= (2.0 if name in (EMBEDDING, LM_HEAD) else 1.0) / math.sqrt(shape[1])
         weights[name] = values.to(dtype)

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from cluster.model_store import resolve
+from engine.config_file import read_config
 from engine.load import PAGE_TOKENS
-from engine.model_config import read_config
 
 READY_LIMIT_S = 300.0
 STOP_LIMIT_S = 60.0

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from engine.config_file import read_config
 from engine.load import Engine, EngineConfig, load_engine
-from engine.model_config import ModelConfig, read_config
+from engine.model_config import ModelConfig
 from engine.weights import Weights, random_weights
 
 TOY_VOCAB_SIZE = 512

@@ -3,7 +3,8 @@
  * The query heads that share a KV head go together ("queries": a row's heads behind one another), several rows of a sequence in one strip.
  * Keys are taken in blocks of 64 tokens counted from position 0; a query sees its blocks in order, and in its last block only the tokens up
  * to its own position: rows whose block is not full are computed one by one, so that nothing behind a row is ever added to it, garbage
- * and NaN in unused slots included. What a query goes through is thus a function of its position alone.
+ * and NaN in unused slots included. Where a layer's reach is limited, a query skips the blocks that lie wholly before it, and in its first
+ * block the weights of the tokens before it are 0. What a query goes through is thus a function of its position alone.
  */
 #include <stdlib.h>
 
@@ -19,6 +20,8 @@ typedef struct {
     const float *q; /* [rows][heads][head_dim], rows ldq floats apart */
     float *out;     /* [rows][heads][head_dim] */
     long heads, ldq, threads;
+    long reach; /* tokens that a row sees, its own included; 0: all */
+    double scale; /* of the scores */
 } attend_args;
 
 typedef struct { /* of a strip; all but `scores` live while blocks pass */
@@ -27,11 +30,13 @@ typedef struct { /* of a strip; all but `scores` live while blocks pass */
     float (*scores)[BLOCK];
     float *max, *shrink; /* [queries]: largest score so far; factor for what was summed before it */
     group *sum;          /* [queries]: weights so far, by token modulo 16 */
+    long position, shared; /* of its first row; queries of a row */
 } strip;
 
 typedef struct { /* tokens that some queries of a strip look at */
     const char *keys[BLOCK_GROUPS], *values[BLOCK_GROUPS];
     const char *next_keys[BLOCK_GROUPS], *next_values[BLOCK_GROUPS]; /* of the block after it: pages lie far apart in memory */
+    long start; /* position of the first of them */
     int tokens, groups;
 } block;
 
@@ -46,7 +51,7 @@ INLINE void find_group(const attend_args *a, long sequence, long kv_head, long t
 /* The tokens from `start` to `end`, at most a block of them; `length` is how many tokens there are in all. */
 INLINE block find_block(const attend_args *a, long sequence, long kv_head, long start, long end, long length) {
     long tokens = end - start < BLOCK ? end - start : BLOCK;
-    block b = {.tokens = (int)tokens, .groups = (int)((tokens + GROUP - 1) / GROUP)};
+    block b = {.start = start, .tokens = (int)tokens, .groups = (int)((tokens + GROUP - 1) / GROUP)};
     for (int g = 0; g < b.groups; g++) {
         long token = start + g * GROUP, next = token + BLOCK < length ? token + BLOCK : token;
         find_group(a, sequence, kv_head, token, &b.keys[g], &b.values[g]);
@@ -74,9 +79,16 @@ INLINE float largest(const float *row, int groups, float top) {
     return top;
 }
 
+/* The first position that the row at `position` sees. */
+INLINE long first_seen(const attend_args *a, long position) {
+    return a->reach && position >= a->reach ? position - a->reach + 1 : 0;
+}
+
 /* Turn the scores of one query into weights 2^(score - max), and keep the running maximum and sum. */
-INLINE void weigh(strip *s, const block *b, long query) {
+INLINE void weigh(const attend_args *a, strip *s, const block *b, long query) {
     float *row = s->scores[query];
+    long unseen = a->reach ? first_seen(a, s->position + query / s->shared) - b->start : 0;
+    for (long i = 0; i < unseen; i++) row[i] = -INFINITY;
     for (int i = b->tokens; i < b->groups * GROUP; i++) row[i] = -INFINITY;
     vf top = splat(largest(row, b->groups, s->max[query])), shrink = exp2_f(splat(s->max[query]) - top);
     group sum = s->sum[query];
@@ -121,7 +133,7 @@ INLINE void attend_block_as(const attend_args *a, strip *s, const block *b, long
             FOR_TILE(TILE, rows, b->groups - first)
 #undef TILE
         }
-        for (int m = 0; m < rows; m++) weigh(s, b, query + m);
+        for (int m = 0; m < rows; m++) weigh(a, s, b, query + m);
         long groups = a->at.head_dim / GROUP;
         for (long first = 0; first < groups; first += done) {
 #define TILE(m, g) (value_tile(a, s, b, m, g, query, first, is_bf16), done = g)
@@ -139,7 +151,9 @@ static void attend_block(const attend_args *a, strip *s, const block *b, long be
 
 static void begin_strip(const attend_args *a, strip *s, long row, long rows, long kv_head) {
     long dim = a->at.head_dim, shared = a->heads / a->at.kv_heads;
-    float scale = (float)(1.4426950408889634 / sqrt((double)dim)); /* log2(e): weights are powers of 2 */
+    float scale = (float)(1.4426950408889634 * a->scale); /* log2(e): weights are powers of 2 */
+    s->position = a->at.positions[row];
+    s->shared = shared;
     for (long r = 0; r < rows; r++)
         for (long i = 0; i < shared * dim; i++)
             s->q[r * shared * dim + i] = a->q[(row + r) * a->ldq + kv_head * shared * dim + i] * scale;
@@ -161,16 +175,18 @@ static void end_strip(const attend_args *a, const strip *s, long row, long rows,
 static void attend_strip(const attend_args *a, strip *s, long sequence, long row, long rows, long kv_head) {
     long shared = a->heads / a->at.kv_heads, position = a->at.positions[row];
     begin_strip(a, s, row, rows, kv_head);
-    for (long start = 0; start < position + rows; start += BLOCK) {
+    for (long start = first_seen(a, position) / BLOCK * BLOCK; start < position + rows; start += BLOCK) {
+        long seeing = a->reach ? start + BLOCK - 1 + a->reach - position : rows; /* rows that see some of the block */
+        if (seeing > rows) seeing = rows;
         long full = start + BLOCK - 1 - position; /* first row that sees the whole block */
         full = full < 0 ? 0 : full < rows ? full : rows;
         for (long r = start > position ? start - position : 0; r < full; r++) {
             block b = find_block(a, sequence, kv_head, start, position + r + 1, position + r + 1);
             attend_block(a, s, &b, r * shared, (r + 1) * shared);
         }
-        if (full == rows) continue;
+        if (full >= seeing) continue;
         block b = find_block(a, sequence, kv_head, start, start + BLOCK, position + rows);
-        attend_block(a, s, &b, full * shared, rows * shared);
+        attend_block(a, s, &b, full * shared, seeing * shared);
     }
     end_strip(a, s, row, rows, kv_head);
 }
@@ -204,7 +220,8 @@ static double work_of(const attend_args *a) {
     double keys = 0;
     for (long s = 0; s < a->at.sequences; s++) {
         long begin = a->at.row_starts[s], end = a->at.row_starts[s + 1];
-        keys += 0.5 * (end - begin) * (a->at.positions[begin] + a->at.positions[end - 1]);
+        double seen = 0.5 * (a->at.positions[begin] + a->at.positions[end - 1]);
+        keys += (end - begin) * (a->reach && seen > a->reach ? a->reach : seen);
     }
     return 4.0 * keys * a->heads * a->at.head_dim;
 }

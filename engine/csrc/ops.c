@@ -24,12 +24,30 @@ INLINE float sum_of_squares(const float *x, long n) {
     return sum_group(sum);
 }
 
+INLINE void norm_row(const float *x, const float *weight, float *y, long n, float eps) {
+    float scale = 1.0f / sqrtf(sum_of_squares(x, n) / (float)n + eps);
+    for (long i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+}
+
 int rms_norm(const rms_norm_args *a) {
-    for (long row = 0; row < a->rows; row++) {
-        const float *x = a->x + row * a->ldx;
-        float scale = 1.0f / sqrtf(sum_of_squares(x, a->n) / (float)a->n + a->eps);
-        for (long i = 0; i < a->n; i++) a->y[row * a->n + i] = x[i] * scale * a->weight[i];
-    }
+    for (long row = 0; row < a->rows; row++)
+        norm_row(a->x + row * a->ldx, a->weight, a->y + row * a->n, a->n, a->eps);
+    return 0;
+}
+
+typedef struct {
+    float *x;            /* [rows][heads][dim], rows ldx floats apart, in place */
+    const float *weight; /* [heads][dim] */
+    long ldx, rows, heads, dim;
+    float eps;
+} norm_heads_args;
+
+int norm_heads(const norm_heads_args *a) {
+    for (long row = 0; row < a->rows; row++)
+        for (long head = 0; head < a->heads; head++) {
+            float *x = a->x + row * a->ldx + head * a->dim;
+            norm_row(x, a->weight + head * a->dim, x, a->dim, a->eps);
+        }
     return 0;
 }
 
@@ -37,37 +55,48 @@ typedef struct {
     const float *gate_up; /* [rows][2 n], rows ldx floats apart */
     float *y;             /* [rows][n] */
     long ldx, rows, n;
-} silu_mul_args;
+} gate_mul_args;
 
-INLINE vf silu_times(vf gate, vf up) {
-    vf power = exp2_f(gate * splat(-1.4426950408889634f));
-    return gate / (splat(1.0f) + power) * up;
+/* silu(x) = x / (1 + e^-x), and gelu with its tanh form is x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
+INLINE vf gated(vf gate, vf up, const int is_gelu) {
+    vf exponent = gate * splat(-1.4426950408889634f);
+    if (is_gelu) exponent = gate * (splat(-2.302208198f) - splat(0.1029432397f) * gate * gate);
+    return gate / (splat(1.0f) + exp2_f(exponent)) * up;
 }
 
-INLINE void silu_tail(const float *gate, const float *up, float *y, long left) {
+INLINE void gated_tail(const float *gate, const float *up, float *y, long left, const int is_gelu) {
     float g[LANES] = {0}, u[LANES] = {0};
     memcpy(g, gate, left * sizeof(float));
     memcpy(u, up, left * sizeof(float));
-    store(g, silu_times(load(g), load(u)));
+    store(g, gated(load(g), load(u), is_gelu));
     memcpy(y, g, left * sizeof(float));
 }
 
-int silu_mul(const silu_mul_args *a) {
+INLINE void gate_mul(const gate_mul_args *a, const int is_gelu) {
     for (long row = 0; row < a->rows; row++) {
         const float *gate = a->gate_up + row * a->ldx, *up = gate + a->n;
         float *y = a->y + row * a->n;
         long i = 0;
-        for (; i + LANES <= a->n; i += LANES) store(y + i, silu_times(load(gate + i), load(up + i)));
-        if (i < a->n) silu_tail(gate + i, up + i, y + i, a->n - i);
+        for (; i + LANES <= a->n; i += LANES) store(y + i, gated(load(gate + i), load(up + i), is_gelu));
+        if (i < a->n) gated_tail(gate + i, up + i, y + i, a->n - i, is_gelu);
     }
+}
+
+int silu_mul(const gate_mul_args *a) {
+    gate_mul(a, 0);
+    return 0;
+}
+
+int gelu_mul(const gate_mul_args *a) {
+    gate_mul(a, 1);
     return 0;
 }
 
 typedef struct {
-    float *x;                 /* [rows][heads][2 half], rows ldx floats apart, in place */
+    float *x;                 /* [rows][heads][dim], rows ldx floats apart, in place; the first 2 half of dim turn */
     const float *cos, *sin;   /* [window][half] */
     const int32_t *positions; /* [rows] */
-    long ldx, rows, heads, half, window;
+    long ldx, rows, heads, dim, half, window;
 } rotate_args;
 
 /* 0, or -1 when a position is not in the tables (then nothing is changed). */
@@ -76,7 +105,7 @@ int rotate(const rotate_args *a) {
         if (a->positions[row] < 0 || a->positions[row] >= a->window) return -1;
     for (long row = 0; row < a->rows; row++)
         for (long head = 0; head < a->heads; head++) {
-            float *restrict x = a->x + row * a->ldx + head * 2 * a->half;
+            float *restrict x = a->x + row * a->ldx + head * a->dim;
             const float *cos = a->cos + a->positions[row] * a->half, *sin = a->sin + a->positions[row] * a->half;
             for (long i = 0; i < a->half; i++) {
                 float first = x[i], second = x[i + a->half];

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 
-def update(path: Path, name: str, table: str) -> None:
+def update(path: Path, name: str, table: str, command: str = "make chaos") -> None:
     """Put the table between the marks of its name. Raises ValueError where they are missing."""
-    begin, end = f"<!-- {name}: made by make chaos -->\n", f"<!-- {name}: end -->"
+    begin, end = f"<!-- {name}: made by {command} -->\n", f"<!-- {name}: end -->"
     before, found, rest = path.read_text().partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found and found_end):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.attention import Look
 from engine.batch import Chunk, build_batch
 from engine.kernels import Kernels, choose_kernels, torch_kernels
 from engine.kv_cache import PAGE_FORMAT, KvCache
@@ -14,6 +15,7 @@ from pdserve.model_card import KvLayout
 CPU = torch.device("cpu")
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=64, page_tokens=16, dtype="bfloat16", page_format=PAGE_FORMAT)
 HEADS = 9
+LOOK = Look(64**-0.5)
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,23 @@ def _cache(layout: KvLayout = LAYOUT) -> KvCache:
     return cache
 
 
-def _forward(kernels: Kernels, cache: KvCache, parts: list[tuple[Sequence, int, int]]) -> list[Tensor]:
+def _forward(
+    kernels: Kernels, cache: KvCache, parts: list[tuple[Sequence, int, int]], look: Look = LOOK
+) -> list[Tensor]:
     """Write and attend the given rows of some sequences in one batch; the outputs by sequence."""
     batch = build_batch([sequence.chunk(start, end) for sequence, start, end in parts], CPU)
     q, k, v = (torch.cat([getattr(s, name)[start:end] for s, start, end in parts]) for name in ("q", "k", "v"))
     kernels.write_kv(k, v, cache, 1, batch)
-    return list(kernels.attend(q, cache, 1, batch).split([end - start for _, start, end in parts]))
+    return list(kernels.attend(q, cache, 1, batch, look).split([end - start for _, start, end in parts]))
 
 
-def _expected(sequence: Sequence, dtype: torch.dtype) -> Tensor:
+def _expected(sequence: Sequence, dtype: torch.dtype, look: Look) -> Tensor:
     group = sequence.q.shape[1] // sequence.k.shape[1]
     k, v = (x.to(dtype).double().repeat_interleave(group, 1) for x in (sequence.k, sequence.v))
-    scores = torch.einsum("qhd,khd->hqk", sequence.q.double(), k) * sequence.q.shape[2] ** -0.5
-    mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+    scores = torch.einsum("qhd,khd->hqk", sequence.q.double(), k) * look.scale
+    positions = torch.arange(len(sequence.q))
+    distance = positions[:, None] - positions
+    mask = (distance >= 0) & (distance < (look.reach or len(positions)))
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
 
@@ -67,28 +73,49 @@ def test_equal_to_plain_attention(shape: tuple[int, int, int, int], dtype: str) 
     layout = replace(LAYOUT, num_kv_heads=kv_heads, head_dim=dim, page_tokens=page_tokens, dtype=dtype)
     sequence = _sequence(150, 5, layout, heads)
     for kernels in (choose_kernels(CPU), torch_kernels()):
-        cache = _cache(layout)
-        (out,) = _forward(kernels, cache, [(sequence, 0, 150)])
-        torch.testing.assert_close(out.double(), _expected(sequence, cache.pages.dtype), atol=2e-5, rtol=2e-5)
+        for look in (Look(dim**-0.5), Look(0.3, 1), Look(0.1, 16), Look(0.1, 63), Look(0.1, 65), Look(0.1, 149)):
+            cache = _cache(layout)
+            (out,) = _forward(kernels, cache, [(sequence, 0, 150)], look)
+            expected = _expected(sequence, cache.pages.dtype, look)
+            torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("reach", [None, 1, 17, 64, 100])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_row_of_a_prefill_equals_the_row_alone(dtype: str) -> None:
-    layout, kernels = replace(LAYOUT, dtype=dtype), choose_kernels(CPU)
+def test_every_row_of_a_prefill_equals_the_row_alone(dtype: str, reach: int | None) -> None:
+    layout, kernels, look = replace(LAYOUT, dtype=dtype), choose_kernels(CPU), replace(LOOK, reach=reach)
     sequence, cache = _sequence(300, 7, layout), _cache(layout)
-    (whole,) = _forward(kernels, _cache(layout), [(sequence, 0, 300)])
+    (whole,) = _forward(kernels, _cache(layout), [(sequence, 0, 300)], look)
     for row in range(300):  # token after token: pages fill as in decode
-        (alone,) = _forward(kernels, cache, [(sequence, row, row + 1)])
+        (alone,) = _forward(kernels, cache, [(sequence, row, row + 1)], look)
         assert torch.equal(alone[0], whole[row]), row
 
 
+@pytest.mark.parametrize("reach", [None, 1, 33, 64, 65, 130, 299])
 @pytest.mark.parametrize("cuts", [[100, 200], [1, 2, 17, 64, 65, 128, 290], [63, 126, 189, 252], [299]])
-def test_chunks_do_not_change_bits(cuts: list[int]) -> None:
-    kernels, sequence, cache = choose_kernels(CPU), _sequence(300, 7), _cache()
-    (whole,) = _forward(kernels, _cache(), [(sequence, 0, 300)])
+def test_chunks_do_not_change_bits(cuts: list[int], reach: int | None) -> None:
+    kernels, sequence, cache, look = choose_kernels(CPU), _sequence(300, 7), _cache(), replace(LOOK, reach=reach)
+    (whole,) = _forward(kernels, _cache(), [(sequence, 0, 300)], look)
     parts = zip([0, *cuts], [*cuts, 300], strict=True)
-    chunked = [_forward(kernels, cache, [(sequence, start, end)])[0] for start, end in parts]
+    chunked = [_forward(kernels, cache, [(sequence, start, end)], look)[0] for start, end in parts]
     assert torch.equal(torch.cat(chunked), whole)
+
+
+@pytest.mark.parametrize("reach", [1, 20, 64, 90])
+def test_tokens_beyond_the_reach_do_not_change_bits(reach: int) -> None:
+    look, sequence = replace(LOOK, reach=reach), _sequence(200, 3)
+    changed = replace(sequence, k=sequence.k.clone(), v=sequence.v.clone())
+    changed.k[50], changed.v[50] = 1e4, -1e4
+    for kernels in (choose_kernels(CPU), torch_kernels()):
+        (before,), (after,) = (_forward(kernels, _cache(), [(s, 0, 200)], look) for s in (sequence, changed))
+        differs = (before != after).flatten(1).any(1).nonzero().flatten()
+        assert (int(differs.min()), int(differs.max())) == (50, 50 + reach - 1)
+
+
+def test_a_reach_of_everything_is_no_reach() -> None:
+    kernels, sequence = choose_kernels(CPU), _sequence(150, 3)
+    outputs = [_forward(kernels, _cache(), [(sequence, 0, 150)], replace(LOOK, reach=n))[0] for n in (None, 150, 999)]
+    assert all(torch.equal(out, outputs[0]) for out in outputs)
 
 
 def test_other_sequences_in_the_batch_do_not_change_bits() -> None:
@@ -126,7 +153,7 @@ def test_a_changed_key_is_noticed() -> None:
     kernels, sequence, cache = choose_kernels(CPU), _sequence(70, 3), _cache()
     (before,) = _forward(kernels, cache, [(sequence, 0, 70)])
     cache.pages[sequence.page_ids[1], 1, 0, 0, 0] += 1  # one element of K, first KV head
-    (again,) = (kernels.attend(sequence.q, cache, 1, build_batch([sequence.chunk(0, 70)], CPU)),)
+    again = kernels.attend(sequence.q, cache, 1, build_batch([sequence.chunk(0, 70)], CPU), LOOK)
     assert torch.equal(again[:16], before[:16])
     assert not torch.equal(again[69, :3], before[69, :3])
     assert torch.equal(again[69, 3:], before[69, 3:])
@@ -145,16 +172,16 @@ def test_q_may_be_a_view_of_the_fused_projection() -> None:
     batch, qkv = build_batch([Chunk([0] * 20, 0, [3, 4], True)], CPU), torch.randn(20, 15, 64)
     q, k, v = qkv.split([9, 3, 3], dim=1)
     kernels.write_kv(k, v, cache, 0, batch)
-    fused = kernels.attend(q, cache, 0, batch)
+    fused = kernels.attend(q, cache, 0, batch, LOOK)
     kernels.write_kv(k.contiguous(), v.contiguous(), cache, 1, batch)
-    assert torch.equal(kernels.attend(q.contiguous(), cache, 1, batch), fused)
+    assert torch.equal(kernels.attend(q.contiguous(), cache, 1, batch, LOOK), fused)
 
 
 def test_wrong_pages_and_shapes_are_refused() -> None:
     kernels, cache = choose_kernels(CPU), _cache()
     with pytest.raises(IndexError, match="page"):
-        kernels.attend(torch.randn(1, 9, 64), cache, 0, build_batch([Chunk([0], 40, [1, 2, 60], True)], CPU))
+        kernels.attend(torch.randn(1, 9, 64), cache, 0, build_batch([Chunk([0], 40, [1, 2, 60], True)], CPU), LOOK)
     with pytest.raises(IndexError, match="page"):
-        kernels.attend(torch.randn(1, 9, 64), cache, 2, build_batch([Chunk([0], 0, [1], True)], CPU))
+        kernels.attend(torch.randn(1, 9, 64), cache, 2, build_batch([Chunk([0], 0, [1], True)], CPU), LOOK)
     with pytest.raises(ValueError, match="does not fit"):
-        kernels.attend(torch.randn(1, 8, 64), cache, 0, build_batch([Chunk([0], 0, [1], True)], CPU))
+        kernels.attend(torch.randn(1, 8, 64), cache, 0, build_batch([Chunk([0], 0, [1], True)], CPU), LOOK)

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from engine.config_file import read_config
 from engine.gguf_file import GgufFile
 from engine.gguf_import import convert_gguf
 from engine.gguf_tensors import to_bfloat16
-from engine.model_config import read_config
 from engine.weights import load_weights
 from pdserve.errors import ConfigError
 from tests.toy_gguf import HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB, toy_gguf_tensors, write_toy_gguf
@@ -96,7 +96,12 @@ def test_every_quantization_gives_the_rounded_values_of_the_reference(tmp_path: 
 def test_the_engine_accepts_the_folder(tmp_path: Path, folder: Path) -> None:
     convert(write_toy_gguf(tmp_path / "m.gguf"), folder)
     config = read_config(folder)
-    assert (config.window, config.rms_eps, config.rope_theta, config.eos_token_ids) == (512, 1e-5, 10000.0, (2,))
+    assert (config.window, config.rms_eps, config.layers[0].rope.theta, config.eos_token_ids) == (
+        512,
+        1e-5,
+        10000.0,
+        (2,),
+    )
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
     assert len(load_weights(folder, config)) == 2 + 2 * 9
 
@@ -199,7 +204,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "expected"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported (llama is)"),
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported (llama, gemma3 are)"),
         ({"llama.block_count": None}, "metadata key llama.block_count is missing"),
         ({"llama.block_count": 3}, "tensor 'blk.2.attn_norm.weight' is missing (9 of 29 are)"),
         ({"llama.block_count": 1}, "tensor 'blk.1.attn_norm.weight' is not supported"),
@@ -211,7 +216,8 @@ def test_smollm2_knows_the_capital_of_france(smollm2_folder: Path) -> None:
         ({"llama.rope.freq_base": float("nan")}, "metadata key llama.rope.freq_base should be a finite number"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn' is not supported"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer model 'llama' is not supported"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer model 'bert' is not supported"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.add_space_prefix is not supported"),
         ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken' is not supported (gpt-2, smollm are)"),
         ({"tokenizer.ggml.merges": ["a"]}, "merge 'a' is not made of tokens"),
         ({"tokenizer.ggml.merges": [1, 2]}, "tokenizer.ggml.merges should be a list of strings"),

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from engine.batch import Chunk, build_batch
+from engine.config_file import read_config
 from engine.kernels import choose_kernels, torch_kernels
 from engine.kv_cache import KvCache
 from engine.load import Engine
 from engine.model import Model
-from engine.model_config import read_config
 from engine.runner import Runner
 from engine.weights import load_weights, random_weights
 from tests.toy import toy_config, toy_engine, write_toy_model

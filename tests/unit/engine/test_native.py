@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine import native
+from engine.attention import Look
 from engine.batch import Chunk, build_batch
 from engine.kernels import Kernels, choose_kernels, native_kernels, torch_kernels
 from engine.kv_cache import PAGE_FORMAT, KvCache
@@ -96,6 +97,7 @@ def test_vectors_of_every_width_give_the_same_bits(tmp_path: Path, lanes: int) -
     x, weight = torch.randn(9, 50), torch.randn(70, 50)
     assert torch.equal(other.rms_norm(x, x[0], 1e-5), ours.rms_norm(x, x[0], 1e-5))
     assert torch.equal(other.silu_mul(x), ours.silu_mul(x))
+    assert torch.equal(other.gelu_mul(x), ours.gelu_mul(x))
     for dtype in (torch.bfloat16, torch.float32):
         assert torch.equal(other.linear(weight.to(dtype))(x), ours.linear(weight.to(dtype))(x))
         assert torch.equal(_attend(other, dtype), _attend(ours, dtype))
@@ -107,7 +109,7 @@ def _attend(kernels: Kernels, dtype: torch.dtype) -> torch.Tensor:
     cache = KvCache(KvLayout(1, 2, 32, 16, str(dtype).removeprefix("torch."), PAGE_FORMAT), 10, CPU)
     k, q, v = (torch.randn(151, heads, 32, generator=torch.Generator().manual_seed(heads)) for heads in (2, 6, 2))
     kernels.write_kv(k, v, cache, 0, batch)
-    return kernels.attend(q, cache, 0, batch)
+    return torch.cat([kernels.attend(q, cache, 0, batch, Look(0.2, reach)) for reach in (None, 70)])
 
 
 def _root() -> Path:

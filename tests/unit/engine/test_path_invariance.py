@@ -21,6 +21,7 @@ from engine.load import Engine
 from engine.runner import Runner
 from tests.short_model import write_short_model
 from tests.toy import toy_engine, write_toy_model
+from tests.toy_families import FAMILIES
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 15, 16, 17, 255, 300)
@@ -133,6 +134,19 @@ def check_replay(engine: Engine, sequences: Sequence[Running], expected: Sequenc
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_toy_model(tmp_path: Path, dtype: Literal["bfloat16", "float32"]) -> None:
     check_all_paths(toy_engine(write_toy_model(tmp_path, max_position_embeddings=2048), dtype), (16, 100, 512))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("Llama, ")])
+def test_every_family(tmp_path: Path, family: str, dtype: Literal["bfloat16", "float32"]) -> None:
+    """Prompts around pages, blocks and sliding windows."""
+    lengths = (1, 16, 130, 2, 23, 24, 25, 40, 41, 63, 64, 65, 200)
+    engine = toy_engine(write_toy_model(tmp_path, **FAMILIES[family]), dtype)
+    assert engine.card.exact
+    expected = alone(engine, lengths)
+    for budget in (11, 70):
+        assert_same_bits(compute(engine, make_sequences(engine, lengths), budget), expected)
+    check_replay(engine, make_sequences(engine, lengths), expected)
 
 
 @pytest.mark.slow

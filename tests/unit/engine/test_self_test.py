@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config_file import read_config
 from engine.kernels import Kernels, choose_kernels
 from engine.linear import Linear
 from engine.load import Engine
 from engine.model import Model
-from engine.model_config import read_config
 from engine.self_test import is_path_invariant
 from engine.weights import load_weights
 from tests.toy import toy_engine, write_toy_model

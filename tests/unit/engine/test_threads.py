@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine import native
+from engine.attention import Look
 from engine.batch import Chunk, build_batch
 from engine.kernels import Kernels, native_kernels
 from engine.kv_cache import PAGE_FORMAT, KvCache
@@ -71,7 +72,7 @@ def _attend(kernels: Kernels, dtype: torch.dtype, heads: int) -> Tensor:
     cache = KvCache(KvLayout(1, 2, 32, 16, str(dtype).removeprefix("torch."), PAGE_FORMAT), 50, CPU)
     k, v, q = (torch.randn(batch.num_rows, n, 32, generator=generator) for n in (2, 2, heads))
     kernels.write_kv(k, v, cache, 0, batch)
-    return kernels.attend(q, cache, 0, batch)
+    return torch.cat([kernels.attend(q, cache, 0, batch, Look(0.1, reach)) for reach in (None, 50)])
 
 
 def test_a_model_gives_the_bits_of_one_thread(tmp_path: Path) -> None:

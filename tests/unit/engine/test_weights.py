@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.model_config import read_config
-from engine.weights import EMBEDDING, LM_HEAD, Weights, fingerprint, load_weights, random_weights, weights_hash
+from engine.config_file import read_config
+from engine.tensor_names import EMBEDDING, LM_HEAD
+from engine.weights import Weights, fingerprint, load_weights, random_weights, weights_hash
 from pdserve.errors import ConfigError
 from tests.toy import write_toy_model
 
