@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine.batch import Chunk
 from engine.floors import ModelCost, decode_floor, model_cost, prefill_floor
 from engine.kernels import torch_kernels
-from engine.kv_cache import KvCache
-from engine.load import kv_layout
+from engine.kv_cache import KvCache, kv_layout
 from engine.model import Model
 from engine.model_config import read_config
 from engine.runner import Runner
