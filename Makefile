@@ -37,6 +37,10 @@ simulate: $(VENV)/.dev  ## Run 10,000 seeded faults in virtual time; ARGS="--tra
 soak: $(VENV)/.dev  ## Five minutes of requests that mostly go away, audited
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
+mutants: $(VENV)/.dev  ## Which changes of the protocol's code no test notices (hours); ARGS="'router.pipeline.*'" for one file
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.mutants run --max-children 2 $(ARGS)
+	$(BIN)/python -m scripts.mutants results
+
 check: $(VENV)/.dev  ## Formatting, lint, types, layers, wire contract
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -57,7 +61,7 @@ proto-image: $(VENV)/.dev  ## At a release: make today's proto/ what `buf breaki
 	$(BIN)/buf build -o proto/image.binpb
 
 clean:  ## Remove everything that make created: .venv, build output, caches
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis mutants
 	find $(PACKAGES) tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 help:  ## Show this list
@@ -84,4 +88,4 @@ $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --no-compile -e '.[cluster,dev]'
 	@touch $@
 
-.PHONY: demo bench bench-handover parity test chaos simulate soak check format proto proto-image clean help
+.PHONY: demo bench bench-handover parity test chaos simulate soak check format proto proto-image clean help mutants

@@ -80,7 +80,7 @@ def text_prompts(text: TextModel, count: int) -> list[list[int]]:
     """Prompts of different lengths; every tenth is longer than Gemma's sliding window."""
     topics = [topic.strip() for topic in TOPICS.split(",")]
     pairs = itertools.islice(itertools.cycle(itertools.product(TASKS, topics)), count)
-    asked = [task.format(topic) * (1 if index % 10 else 60) for index, (task, topic) in enumerate(pairs)]
+    asked = [task.format(topic) * (1 if index % 10 else 90) for index, (task, topic) in enumerate(pairs)]
     if text.has_chat_template:
         return [text.encode_chat([Message("user", question)]) for question in asked]
     return [text.encode(question) for question in asked]

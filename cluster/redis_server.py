@@ -79,7 +79,7 @@ def _start(folder: Path) -> "subprocess.Popen[bytes]":
     log_path, command = folder / "redis.log", tethered(_command(find_binary(), folder))
     with log_path.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
         )
     try:
         _wait_until_ready(f"unix://{folder}/redis.sock")

@@ -63,5 +63,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C in a terminal is for `up` alone
+                # Ctrl-C in a terminal is for `up` alone. Not a session of its own: Linux shares out CPU time among
+                # sessions first, and on a busy CPU the router's threads then waited for up to a second
+                process_group=0,
             )

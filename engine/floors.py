@@ -1,21 +1,21 @@
 """What a model costs: FLOPs and bytes of a pass, from its config alone. Arithmetic; nothing is measured here.
 
-A row of a pass is multiplied with every weight of the linear layers (2 FLOPs each), and attends to the keys of all
-positions up to its own (4 FLOPs per query element and key: one product with K, one with V). A pass reads every weight
-once, and the KV of each of its sequences once. The lm_head is read and multiplied for sampled rows only, the embedding
-is looked up. Norms, rotations and sampling count as nothing.
+A row of a pass is multiplied with every weight of the linear layers that it meets (2 FLOPs each), and attends to the
+keys of all positions in its reach (4 FLOPs per query element and key: one product with K, one with V). A pass reads
+every weight that a row meets once, and the KV that its sequences see once. The lm_head is read and multiplied for
+sampled rows only, the embedding is looked up. Norms, rotations and sampling count as nothing.
 
-What another shape does differently belongs into `model_cost` and `ModelCost.work`, and nowhere else: experts of which
-a token meets only some, layers whose rows do not see all positions, weights of fewer bytes.
+Of experts a row meets only some; rows are taken to choose theirs independently and evenly.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from engine.batch import Chunk
 from engine.model_config import ModelConfig
-from engine.weights import EMBEDDING, LM_HEAD, expected_shapes
+from engine.tensor_names import EMBEDDING, LM_HEAD, expected_shapes
 from pdserve.model_card import KvLayout
 from pdserve.speed import Limits, Work
 
@@ -27,54 +27,87 @@ class ModelCost:
     """The sizes that decide what a pass costs."""
 
     num_parameters: int  # all that is stored
-    linear_weights: int  # of all layers, without the lm_head
+    linear_weights: int  # that every row meets, of all layers, without the lm_head
+    expert_weights: int  # of all experts of all layers
+    met_share: float  # of the experts, by one row
     head_weights: int
-    pair_flops: int  # of a row and a position that it sees, over all layers
+    reaches: tuple[tuple[int | None, int], ...]  # how far layers see, and how many layers that is
+    pair_flops: int  # of a row and a position that it sees, in one layer
     weight_bytes: int  # of one weight
-    kv_token_bytes: int  # of one position, over all layers
+    kv_layer_bytes: int  # of one position in one layer
 
     @property
     def stored_bytes(self) -> int:
         """Of all parameters."""
         return self.num_parameters * self.weight_bytes
 
-    def work(self, rows: int, pairs: int, kv_tokens: int, sampled: int) -> Work:
-        """A pass of so many rows, which see `pairs` positions in all, those of `kv_tokens` in the cache."""
-        head = self.head_weights if sampled else 0
+    @property
+    def kv_token_bytes(self) -> int:
+        """Of one position, over all layers."""
+        return self.kv_layer_bytes * sum(layers for _, layers in self.reaches)
+
+    def work(self, spans: Sequence[tuple[int, int]], sampled: int) -> Work:
+        """A pass over rows of several sequences: first position and number of rows of each."""
+        rows = sum(count for _, count in spans)
+        met = self.linear_weights + self.expert_weights * self.met_share
+        read = self.linear_weights + self.expert_weights * (1 - (1 - self.met_share) ** rows)
+        pairs = sum(layers * _pairs(span, reach) for reach, layers in self.reaches for span in spans)
+        positions = sum(layers * _seen(span, reach) for reach, layers in self.reaches for span in spans)
         return Work(
             passes=1,
             tokens=rows,
-            flops=2.0 * (self.linear_weights * rows + self.head_weights * sampled) + self.pair_flops * pairs,
-            read_bytes=float(self.weight_bytes * (self.linear_weights + head) + self.kv_token_bytes * kv_tokens),
+            flops=2.0 * (met * rows + self.head_weights * sampled) + self.pair_flops * pairs,
+            read_bytes=self.weight_bytes * (read + (self.head_weights if sampled else 0))
+            + float(self.kv_layer_bytes * positions),
         )
 
     def prefill(self, num_tokens: int) -> Work:
         """A prompt in one pass, of which one token is sampled."""
-        return self.work(num_tokens, num_tokens * (num_tokens + 1) // 2, num_tokens, 1)
+        return self.work([(0, num_tokens)], 1)
 
     def decode(self, batch: int, context: int) -> Work:
         """A step of `batch` sequences, each of `context` tokens with the newest."""
-        return self.work(batch, batch * context, batch * context, batch)
+        return self.work([(context - 1, 1)] * batch, batch)
 
     def of_chunks(self, chunks: Sequence[Chunk]) -> Work:
         """The pass over these."""
-        sizes = [(chunk.start, len(chunk.token_ids)) for chunk in chunks]
-        pairs = sum(count * (2 * start + count + 1) // 2 for start, count in sizes)
-        rows, kv_tokens = sum(count for _, count in sizes), sum(start + count for start, count in sizes)
-        return self.work(rows, pairs, kv_tokens, sum(chunk.sample for chunk in chunks))
+        spans = [(chunk.start, len(chunk.token_ids)) for chunk in chunks]
+        return self.work(spans, sum(chunk.sample for chunk in chunks))
+
+
+def _pairs(span: tuple[int, int], reach: int | None) -> int:
+    """Rows and the positions that each of them sees."""
+    start, count = span
+    return _pairs_up_to(start + count, reach) - _pairs_up_to(start, reach)
+
+
+def _pairs_up_to(length: int, reach: int | None) -> int:
+    full = length if reach is None else min(length, reach)
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+def _seen(span: tuple[int, int], reach: int | None) -> int:
+    """Positions that some row sees."""
+    start, count = span
+    return start + count if reach is None else min(start + count, count - 1 + reach)
 
 
 def model_cost(config: ModelConfig, layout: KvLayout) -> ModelCost:
     """Of a model served in the dtype of `layout`."""
     shapes = expected_shapes(config)
     linear = [shape for name, shape in shapes.items() if len(shape) == 2 and name not in (EMBEDDING, LM_HEAD)]
+    experts = [layer.experts for layer in config.layers if layer.experts is not None]
+    expert_weights = sum(3 * each.count * each.intermediate_size * config.hidden_size for each in experts)
     return ModelCost(
         num_parameters=sum(map(prod, shapes.values())),
-        linear_weights=sum(map(prod, linear)),
+        linear_weights=sum(map(prod, linear)) - expert_weights,
+        expert_weights=expert_weights,
+        met_share=experts[0].per_token / experts[0].count if experts else 1.0,
         head_weights=config.vocab_size * config.hidden_size,
-        pair_flops=4 * config.q_size * config.num_layers,
+        reaches=tuple(Counter(layer.reach for layer in config.layers).items()),
+        pair_flops=4 * config.q_size,
         weight_bytes=_ELEMENT_BYTES[layout.dtype],
-        kv_token_bytes=layout.token_bytes,
+        kv_layer_bytes=layout.token_bytes // layout.num_layers,
     )
 
 

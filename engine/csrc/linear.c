@@ -12,28 +12,36 @@ typedef struct {
 
 #define AHEAD 1024 /* bytes of weights: the hardware's own prefetch stops at every memory page */
 #define ITEMS_PER_THREAD 4 /* so that none waits long for another */
+#define DEPTH 256 /* inputs that are summed by themselves: long sums in one piece lose digits, ten times as many at 2048 */
 #define BLOCK_BYTES (192 * 1024) /* of x: stays in the second-level cache while all weights pass by */
 
 INLINE void run_tile(const linear_args *a, const int rows, const int groups, long row, long first, const int is_bf16) {
     long row_bytes = GROUP * (is_bf16 ? 2 : 4), panel_bytes = a->in * row_bytes;
-    const char *w[4], *ahead[4];
-    tile t;
-    UNROLL for (int g = 0; g < groups; g++) {
-        w[g] = a->w + (first + g) * panel_bytes;
-        ahead[g] = w[g] + AHEAD;
-    }
+    tile sum;
     UNROLL for (int m = 0; m < rows; m++) UNROLL for (int g = 0; g < groups; g++) {
         UNROLL for (int i = 0; i < PARTS; i++)
-            t.at[m * groups + g].part[i] = a->bias ? load(a->bias + (first + g) * GROUP + i * LANES) : splat(0.0f);
+            sum.at[m * groups + g].part[i] = a->bias ? load(a->bias + (first + g) * GROUP + i * LANES) : splat(0.0f);
     }
-    accumulate(&t, rows, groups, a->in, a->x + row * a->ldx, a->ldx, w, ahead, row_bytes, is_bf16);
+    for (long begin = 0; begin < a->in; begin += DEPTH) {
+        long depth = a->in - begin < DEPTH ? a->in - begin : DEPTH;
+        const char *w[4], *ahead[4];
+        tile t;
+        UNROLL for (int g = 0; g < groups; g++) {
+            w[g] = a->w + (first + g) * panel_bytes + begin * row_bytes;
+            ahead[g] = w[g] + AHEAD;
+        }
+        UNROLL for (int j = 0; j < rows * groups; j++) UNROLL for (int i = 0; i < PARTS; i++) t.at[j].part[i] = splat(0.0f);
+        accumulate(&t, rows, groups, depth, a->x + row * a->ldx + begin, a->ldx, w, ahead, row_bytes, is_bf16);
+        UNROLL for (int j = 0; j < rows * groups; j++) UNROLL for (int i = 0; i < PARTS; i++)
+            sum.at[j].part[i] += t.at[j].part[i];
+    }
     UNROLL for (int m = 0; m < rows; m++) UNROLL for (int g = 0; g < groups; g++) {
         float *y = a->y + (row + m) * a->out + (first + g) * GROUP;
         long left = a->out - (first + g) * GROUP;
         if (left >= GROUP) {
-            UNROLL for (int i = 0; i < PARTS; i++) store(y + i * LANES, t.at[m * groups + g].part[i]);
+            UNROLL for (int i = 0; i < PARTS; i++) store(y + i * LANES, sum.at[m * groups + g].part[i]);
         } else {
-            group rest = t.at[m * groups + g];
+            group rest = sum.at[m * groups + g];
             memcpy(y, &rest, left * sizeof(float));
         }
     }

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from decode_worker.capacity import capacity
+from engine.config_file import read_config
 from engine.kv_cache import kv_layout
-from engine.model_config import read_config
 from pdserve.v1.cluster_pb2 import GetStatusResponse, Work
 from pdserve.v1.generation_pb2 import GenerateRequest
 from tests.e2e.harness import ROOT, Cluster, token_request

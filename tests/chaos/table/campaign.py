@@ -26,6 +26,7 @@ from tests.toy import write_toy_model
 from tests.toy_tokenizer import write_toy_tokenizer
 
 NUM_WORKERS = 4
+STANDING_SHARE = 0.6  # of the time, at most, for the cluster that stands through its faults
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,18 @@ class Campaign:
             self._sets = await make_sets(stage.eye.address, self._plan.shape, self._plan.num_sets)
             say(f"{len(self._sets)} sets of {len(self._sets[0])} requests answered without a fault")
             await self._stand(stage, standing)
-        for victim, drains in product(VICTIMS, (False, True)):
-            while self._has_time() and (aim := self._aim(victim, drains=drains)):
-                async with self._stage(check_exit=victim is not GCS_GONE) as stage:
+        kinds = list(product(VICTIMS, (False, True)))
+        while aims := [aim for victim, drains in kinds if (aim := self._aim(victim, drains=drains))]:
+            for aim in aims:
+                if not self._has_time():
+                    return
+                async with self._stage(check_exit=aim.victim is not GCS_GONE) as stage:
                     await self._play(stage, aim)
 
     async def _stand(self, stage: Stage, victims: Sequence[Victim]) -> None:
         """Rounds that leave the cluster whole, one victim after the other so that each can recover."""
-        while self._has_time() and (aims := [aim for victim in victims if (aim := self._aim(victim))]):
+        until = self._ends_at - (1 - STANDING_SHARE) * 60 * self._plan.minutes
+        while time.monotonic() < until and (aims := [aim for victim in victims if (aim := self._aim(victim))]):
             for aim in aims:
                 if self._has_time():
                     await self._play(stage, aim)

@@ -33,6 +33,7 @@ SLOW_FOR_S = 8.0
 FULL_SPEED = (1e12, 0.01)  # bytes per second, for so long
 DRAIN_LIMIT_S = 60.0
 DRAIN_LOAD = 5  # requests on a worker that is to drain
+DRAIN_SLOWER = 4  # a prefill worker that drains gets nothing new: what it has must still be there at the fault
 AUDITS, AUDIT_INTERVAL_S = 3, 0.4
 
 
@@ -84,7 +85,7 @@ async def play(stage: Stage, aim: Aim, jobs: Sequence[Job], name: str) -> Outcom
     try:
         tasks += _send(stage, aim, [each for each in sent if each.job.is_talker])
         await _until(lambda: all(len(each.record.tokens) > 3 for each in sent if each.job.is_talker), START_LIMIT_S)
-        await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
+        await _slow(stage, stage.slow_bytes_per_s / (DRAIN_SLOWER if aim.drains else 1), SLOW_FOR_S)
         tasks += _send(stage, aim, [each for each in sent if not each.job.is_talker])
         strike, detection_s = await _strike(stage, aim, made, sent)
         await asyncio.gather(*tasks)

@@ -84,6 +84,11 @@ def test_expel_fails_all_that_is_left(stage: Stage) -> None:
     assert stage.worker.page_counts().in_use == stage.worker.page_counts().promised == 0
 
 
+def test_a_prompt_on_its_way_is_a_request_and_nothing_queued(stage: Stage) -> None:
+    stage.reserve(work(40, 10))
+    assert (stage.worker.num_requests, stage.worker.queued_tokens) == (1, 0)
+
+
 def test_the_ledger_names_every_ticket(stage: Stage) -> None:
     stage.finish(stage.start(work(33, 4)))
     running, landing = stage.start(work(33, 30)), stage.reserve(work(33, 30, start=100))

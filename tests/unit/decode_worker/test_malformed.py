@@ -60,6 +60,12 @@ def test_a_request_of_one_token_is_not_decoded_on(stage: Stage) -> None:
     assert failures(update) == [(ticket.counter, ProtocolError)]
 
 
+def test_a_request_of_two_tokens_is_decoded_on(stage: Stage) -> None:
+    ticket = stage.reserve(work(16, 2))
+    update = stage.step(stage.rest(ticket), Decode(0, ticket, Token(0, 9)))
+    assert [emitted.token.finish for emitted in update.emitted] == ["length"]
+
+
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_second_decode_neither_rewinds_nor_skips(stage: Stage, number: int) -> None:
     ticket = stage.start(GOOD)

@@ -51,8 +51,9 @@ def test_promised_are_the_next_64_tokens_or_all(
 
 def test_what_never_fits_is_refused_with_the_numbers() -> None:
     tickets, pool = table(4)
-    with pytest.raises(InvalidRequest, match="need 66 tokens, a worker holds 64"):
+    with pytest.raises(InvalidRequest, match="need 66 tokens, a worker holds 64") as caught:
         tickets.reserve(asked(1, 65))  # its first 64 tokens would fit
+    assert caught.value.field == "prompt"
     tickets.reserve(asked(1, 64))
     assert pool.counts().promised == 4
 

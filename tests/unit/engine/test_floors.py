@@ -1,6 +1,7 @@
 """What a pass costs: against torch's own count, against the textbook, and as a runner tallies it."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from math import isclose
 from pathlib import Path
@@ -11,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.batch import Chunk
+from engine.config_file import read_config
 from engine.floors import ModelCost, decode_floor, model_cost, prefill_floor
 from engine.kernels import torch_kernels
 from engine.kv_cache import KvCache, kv_layout
 from engine.model import Model
-from engine.model_config import read_config
 from engine.runner import Runner
 from engine.weights import random_weights
 from pdserve.speed import Limits, Work
@@ -77,7 +78,7 @@ def test_bytes_of_a_step_are_those_of_the_tensors(tmp_path: Path) -> None:
     assert cost.stored_bytes == sum(each.nbytes for each in weights.values())
     read = sum(each.nbytes for name, each in weights.items() if each.dim() == 2 and "embed" not in name)
     assert cost.decode(3, 5).read_bytes == read + 3 * 5 * cost.kv_token_bytes
-    assert cost.work(4, 4, 4, sampled=0).read_bytes < cost.work(4, 4, 4, sampled=1).read_bytes
+    assert cost.work([(0, 4)], sampled=0).read_bytes < cost.work([(0, 4)], sampled=1).read_bytes
 
 
 def test_chunks_cost_together_what_the_whole_prompt_costs(llama: ModelCost) -> None:
@@ -86,6 +87,24 @@ def test_chunks_cost_together_what_the_whole_prompt_costs(llama: ModelCost) -> N
     assert llama.of_chunks([Chunk(tokens, 0, [], sample=True)]) == llama.prefill(500)
     assert sum(llama.of_chunks([each]).flops for each in chunks) == llama.prefill(500).flops
     assert llama.of_chunks([Chunk([1], 99, [], sample=True)] * 8) == llama.decode(8, 100)
+
+
+def test_a_layer_with_a_reach_sees_no_further(llama: ModelCost) -> None:
+    near = replace(llama, reaches=((4, 32),))
+    assert near.prefill(4) == llama.prefill(4)
+    pairs, positions = 1 + 2 + 3 + 4 * 97, 100
+    assert near.prefill(100).flops == llama.work([(0, 100)], 1).flops - 32 * llama.pair_flops * (5050 - pairs)
+    assert near.prefill(100).read_bytes == llama.prefill(100).read_bytes, f"all {positions} are seen by some row"
+    assert near.decode(1, 100).read_bytes == llama.decode(1, 4).read_bytes
+
+
+def test_a_row_meets_its_experts_and_a_pass_reads_those_of_its_rows(llama: ModelCost) -> None:
+    sparse = replace(llama, linear_weights=1000, expert_weights=8000, met_share=0.25, head_weights=0, pair_flops=0)
+    one, many = sparse.decode(1, 1), sparse.decode(1000, 1)
+    assert one.flops == 2 * (1000 + 2000)
+    kv_bytes = sparse.kv_token_bytes
+    assert one.read_bytes == 2 * (1000 + 2000) + kv_bytes
+    assert many.read_bytes == pytest.approx(2 * (1000 + 8000) + 1000 * kv_bytes)
 
 
 def test_a_runner_tallies_what_it_computes_layer_by_layer(tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def test_close_to_double_precision(shape: tuple[int, int], dtype: torch.dtype, w
         torch.testing.assert_close(y.double(), expected, atol=3e-4, rtol=1e-5)
 
 
+def test_long_sums_keep_their_digits() -> None:
+    """Summed in one piece the error would be 4e-6."""
+    weight, x = torch.rand(64, 8192), torch.rand(8, 8192)
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(choose_kernels(CPU).linear(weight)(x).double(), expected, atol=0, rtol=1e-6)
+
+
 def test_outputs_do_not_depend_on_what_is_stacked_beside_them() -> None:
     weight, x = _weight(100, 48, torch.bfloat16), torch.randn(5, 48)
     make = choose_kernels(CPU).linear

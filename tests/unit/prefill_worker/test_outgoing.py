@@ -50,6 +50,7 @@ def test_a_long_chunk_goes_by_groups_of_layers_while_it_is_computed() -> None:
     assert drain(push, Ready(8, 13, num_layers=3)) == [(8, 5, 0, 3)]
     assert drain(push, Ready(13)) == [(8, 5, 3, 3)]
     assert push.is_packed
+    assert (push.num_payloads, push.num_flying, push.kv_bytes) == (4, 4, 13 * LAYOUT.page_bytes)
 
 
 def test_what_has_piled_up_goes_in_whole_slots() -> None:

@@ -139,6 +139,14 @@ def test_a_ticket_that_cannot_be_is_refused(engine: Engine) -> None:
     stand.assert_clean()
 
 
+def test_a_prompt_that_never_fits_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    stand = Stand(toy_engine(write_toy_model(tmp_path), num_pages=4))
+    for call, length in enumerate((64, 65)):
+        stand.start(call, prompt(length))
+    stand.run()
+    assert (list(stand.done), str(stand.failed[1])) == ([0], "prompt: 65 tokens, this worker holds 64")
+
+
 def test_a_cancel_in_the_middle_of_a_pass_keeps_its_pages_until_the_pass_is_over(engine: Engine, other: Engine) -> None:
     stand = Stand(engine)
     for call in (0, 1):

@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
+import grpc.aio
 import pytest
 
 from pdserve import rpc
-from pdserve.errors import NoCapacity, ProtocolError, WorkerLost
+from pdserve.errors import LinkDown, NoCapacity, Preempted, ProtocolError, WorkerLost
 from pdserve.internal.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from pdserve.request import Sampling, Token, WorkerId, WorkRequest
+from pdserve.wire import request_to_wire
 from router.decode_client import DecodeClient, HeldTicket
 
 REQUEST = WorkRequest("label", (1, 2, 3), 3, Sampling(), max_tokens=8)
@@ -21,10 +23,15 @@ class Script(decode_pb2_grpc.DecodeServiceServicer):
     def __init__(self) -> None:
         self.heard: asyncio.Queue[decode_pb2.ConnectRequest] = asyncio.Queue()
         self.say: asyncio.Queue[decode_pb2.ConnectResponse | None] = asyncio.Queue()
+        self.metadata: dict[str, object] = {}
+        self.has_heard_all = asyncio.Event()
 
     async def Connect(
-        self, request_iterator: AsyncIterator[decode_pb2.ConnectRequest], context: object
+        self,
+        request_iterator: AsyncIterator[decode_pb2.ConnectRequest],
+        context: grpc.aio.ServicerContext[object, object],
     ) -> AsyncIterator[decode_pb2.ConnectResponse]:
+        self.metadata = dict(context.invocation_metadata() or ())
         hearing = asyncio.create_task(self._hear(request_iterator))
         try:
             while (message := await self.say.get()) is not None:
@@ -35,9 +42,12 @@ class Script(decode_pb2_grpc.DecodeServiceServicer):
     async def _hear(self, requests: AsyncIterator[decode_pb2.ConnectRequest]) -> None:
         async for request in requests:
             self.heard.put_nowait(request)
+        self.has_heard_all.set()
 
     async def grant(self, counter: int) -> None:
-        reserve = (await self.heard.get()).reserve
+        self.answer((await self.heard.get()).reserve, counter)
+
+    def answer(self, reserve: decode_pb2.Reserve, counter: int) -> None:
         ticket = worker_pb2.Ticket(worker="decode-0", incarnation="inc", counter=counter)
         self.say.put_nowait(
             decode_pb2.ConnectResponse(reserved=[decode_pb2.Reserved(call=reserve.call, ticket=ticket)])
@@ -144,3 +154,63 @@ async def test_a_ticket_granted_to_somebody_who_left_is_released() -> None:
         reserved = decode_pb2.Reserved(call=reserve.reserve.call, ticket=ticket)
         script.say.put_nowait(decode_pb2.ConnectResponse(reserved=[reserved]))
         assert (await asyncio.wait_for(script.heard.get(), 2)).release.ticket.counter == 9
+
+
+async def test_what_a_worker_hears_of_a_reservation() -> None:
+    async with connected() as (client, script), AsyncExitStack() as stack:
+        reservations = [client.reserve(REQUEST, whole=whole) for whole in (False, True)]
+        asking = [asyncio.create_task(stack.enter_async_context(each)) for each in reservations]
+        first, second = [(await script.heard.get()).reserve for _ in asking]
+        assert (first.whole, second.whole) == (False, True)
+        assert first.request == second.request == request_to_wire(REQUEST)
+        assert client.num_tickets == 2
+        script.answer(second, 8)
+        script.answer(first, 6)
+        assert [(await task).ticket.counter for task in asking] == [6, 8], "whoever asked gets the answer"
+        assert client.num_tickets == 2
+        assert script.metadata["pdserve-router"] == "router-7"
+
+
+async def test_a_ticket_that_fails_ends_with_the_workers_own_error_and_no_other() -> None:
+    async with connected() as (client, script):
+        granting = asyncio.gather(script.grant(5), script.grant(6))
+        async with client.reserve(REQUEST, whole=False) as failed, client.reserve(REQUEST, whole=False) as other:
+            await granting
+            failure = worker_pb2.Failure(kind="Preempted", message="gives way")
+            failures = [decode_pb2.TicketFailure(counter=counter, failure=failure) for counter in (77, 5)]
+            script.say.put_nowait(decode_pb2.ConnectResponse(failures=failures))
+            with pytest.raises(Preempted, match="gives way"):
+                await collect(client, failed)
+            assert client.held_tickets() == [(other.ticket, "label")]
+            script.tokens(77, 1)  # of a ticket that is released
+            script.tokens(6, 1, 2, finish="length")
+            steps = [step.num_steps async for step in client.tokens(other, Token(0, 100))]
+            assert steps == [2, 2]
+            assert (other.is_decoding, other.is_finished, failed.is_decoding) == (True, True, False)
+        assert failed.failed.result().args == ("gives way",)
+        assert other.failed.cancelled()
+
+
+async def test_a_ticket_granted_just_as_its_owner_leaves_is_released() -> None:
+    async with connected() as (client, script):
+        reserving = asyncio.create_task(client.reserve(REQUEST, whole=False).__aenter__())
+        await script.grant(9)
+        while client.held_tickets() == []:
+            await asyncio.sleep(0)
+        reserving.cancel()  # it has its answer, but has not run since
+        await asyncio.gather(reserving, return_exceptions=True)
+        assert (await asyncio.wait_for(script.heard.get(), 2)).release.ticket.counter == 9
+        assert client.num_tickets == 0
+
+
+async def test_a_lost_worker_hears_nothing_more() -> None:
+    async with connected() as (client, script):
+        granting = asyncio.create_task(script.grant(5))
+        async with client.reserve(REQUEST, whole=False) as ticket:
+            await granting
+            ticket.lose_prefill(LinkDown("the first error stays"))
+            client.fail(WorkerLost("no beat"))
+            assert isinstance(await ticket.failed, LinkDown)
+            assert ticket.items.qsize() == 1
+            assert client.held_tickets() == []
+            await asyncio.wait_for(script.has_heard_all.wait(), 2)

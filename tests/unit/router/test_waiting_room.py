@@ -59,21 +59,24 @@ async def test_a_newcomer_of_higher_priority_overtakes_one_who_waits_for_room() 
 
 async def test_those_who_left_behind_the_first_are_forgotten() -> None:
     room = WaitingRoom(10)
-    enter(room, 0)
+    first, last = enter(room, 0), enter(room, 2)
     for _ in range(1000):
         room.leave(enter(room, 1))
-    assert len(room) == 1
+    assert len(room) == 2
     assert len(room._line) < 30
+    assert room.is_first(first)
+    room.leave(first)
+    assert room.is_first(last)
 
 
 async def test_a_resumed_request_goes_before_new_ones_of_its_priority_and_keeps_its_age() -> None:
     room = WaitingRoom(2)
-    old, older = room.arrive(1), room.arrive(1)
-    new, urgent = enter(room, 1), enter(room, 0)
-    second, first = room.enter(older, resumes=True), room.enter(old, resumes=True)  # whatever the limit
+    new, old, young = room.arrive(1), room.arrive(1), room.arrive(1)
+    urgent, last = enter(room, 0), room.enter(new, resumes=False)
+    second, first = room.enter(young, resumes=True), room.enter(old, resumes=True)  # whatever the limit
     order = []
     for _ in range(4):
-        seat = next(seat for seat in (new, urgent, second, first) if not seat.has_left and room.is_first(seat))
+        seat = next(seat for seat in (last, urgent, second, first) if not seat.has_left and room.is_first(seat))
         order.append(seat)
         room.leave(seat)
-    assert order == [urgent, first, second, new]
+    assert order == [urgent, first, second, last]

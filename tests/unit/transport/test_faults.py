@@ -10,6 +10,7 @@ from pdserve.errors import Incompatible, LinkDown, ProtocolError
 from pdserve.request import Incarnation, WorkerId
 from tests.unit.transport.pair import CARD, CONFIG, DECODE, LAYOUT, pair, peer, push
 from transport.base import Own
+from transport.loopback import Loopback
 from transport.protocol import Announce, Hello
 from transport.send import PrefillLink, PrefillLinks
 
@@ -82,7 +83,7 @@ async def test_a_fault_fails_both_ends_and_the_link_comes_back(fault: str) -> No
         offer.abort("too late")
         p.loopback.release()
         await p.prefill.wait_up(DECODE, 1)
-        with pytest.raises(LinkDown):
+        with pytest.raises(LinkDown, match=link.down.result()):
             push_on_dead(link, p.link)
         again = push(p.link, 9)
         (await p.offer()).land()
@@ -107,6 +108,19 @@ async def test_a_link_is_to_one_incarnation() -> None:
             await lost
         with pytest.raises(LinkDown, match="is incarnation d1 now, not d2"):
             await p.prefill.wait_up(DECODE, 0.1)
+
+
+async def test_an_end_that_is_not_there_is_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.send.RELINK_DELAYS_S", (0.0, 0.01))
+    async with pair() as p:
+        late = Loopback(CONFIG)
+        other = PrefillLinks(Own(WorkerId("prefill-1"), Incarnation("x"), CARD), CONFIG, late, p.loopback)
+        other.connect(peer())
+        with pytest.raises(LinkDown, match="link to decode-0: nobody listens at nowhere:1"):
+            await other.wait_up(DECODE, 0.1)
+        late.add(DECODE, p.decode)
+        await other.wait_up(DECODE, 1)
+        await other.close()
 
 
 async def test_a_difference_is_logged_once_and_not_retried(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,10 +160,11 @@ async def test_close_fails_what_waits() -> None:
         pushed = push(p.link, 1)
         offer = await p.offer()
         await p.decode.close()
-        with pytest.raises(LinkDown, match="decode is closing"):
-            await pushed
-        with pytest.raises(LinkDown):
-            await offer.landed
+        for lost in (pushed, offer.landed):
+            with pytest.raises(LinkDown, match="decode is closing"):
+                await lost
+        with pytest.raises(LinkDown, match="link to decode-0: decode is closing"):
+            await p.prefill.wait_up(DECODE, 0.2)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

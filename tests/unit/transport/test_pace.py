@@ -84,5 +84,5 @@ async def test_a_cut_ends_the_wait_too() -> None:
 @pytest.mark.parametrize("bytes_per_s", [0, -1, float("nan")])
 async def test_a_rate_of_nothing_is_refused(bytes_per_s: float) -> None:
     async with pair() as p:
-        with pytest.raises(InvalidRequest, match="more than 0"):
+        with pytest.raises(InvalidRequest, match="bytes_per_s: must be more than 0"):
             p.prefill.slow(bytes_per_s, 1)
