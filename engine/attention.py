@@ -29,6 +29,7 @@ def torch_write_kv(k: Tensor, v: Tensor, cache: KvCache, layer: int, batch: Batc
     """See `engine.kernels.WriteKv`."""
     positions, counts = batch.positions.long(), batch.row_starts.diff().long()
     sequences = torch.repeat_interleave(torch.arange(batch.num_sequences, device=k.device), counts)
+    positions, k, v = (x[: len(sequences)] for x in (positions, k, v))  # rows of no sequence may stand behind
     pages = batch.page_table[sequences, positions // cache.layout.page_tokens].long()
     slots = positions % cache.layout.page_tokens
     keys, values = _keys_values(cache.pages[:, layer], cache)

@@ -56,7 +56,7 @@ class Runner:
         for _ in layers:
             self.tally.layer_done(work)
         self.tally.pass_done(work)
-        self.progress += len(layers) + 1
+        self.progress += len(layers)
         return logits
 
     def _check(self, chunk: Chunk) -> None:

@@ -59,9 +59,9 @@ def _of_rows(logits: Tensor, wishes: Sequence[Wish]) -> list[Few | None]:
     columns = [first.clamp(max=vocab_size - 1)]  # a row with NaN has none
     columns.append(_noisiest(logits, peaks, ids, wishes))
     columns.append(logits.topk(min(1 + max(wish.top_k for wish in wishes), vocab_size)).indices)
-    found = torch.cat(columns, 1)
-    rows = zip(wishes, found.cpu().numpy(), logits.gather(1, found).cpu().numpy(), strict=True)
-    num_noisy = columns[1].shape[1]
+    found, num_noisy = torch.cat(columns, 1), columns[1].shape[1]
+    values = torch.cat([peaks, logits.gather(1, found[:, 1:])], 1)
+    rows = zip(wishes, found.cpu().numpy(), values.cpu().numpy(), strict=True)
     return [_few(wish, row_ids, row, num_noisy) for wish, row_ids, row in rows]
 
 
@@ -92,7 +92,7 @@ def _noisiest(logits: Tensor, peaks: Tensor, ids: Tensor, wishes: Sequence[Wish]
     temperatures = _column([wish.temperature or 1.0 for wish in wishes], logits.device)
     reach = _column([_reach(wish) for wish in wishes], logits.device)
     keys = torch.tensor([[_signed(wish.key)] for wish in wishes], dtype=torch.int64).to(logits.device)
-    uniform = (_hash52(ids, keys).double() + 0.5) / 2**UNIFORM_BITS
+    uniform: Tensor = (_hash52(ids, keys).double() + 0.5) / 2**UNIFORM_BITS
     scores = (logits.double() - peaks.double()) / temperatures - (-uniform.log()).log()
     scores = scores.masked_fill(logits < (peaks.double() + reach).float(), -math.inf)
     return scores.topk(min(_NUM_NOISY, logits.shape[1])).indices

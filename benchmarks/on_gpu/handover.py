@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -62,7 +63,7 @@ def pages(context: Context) -> Iterator[Row]:
         ]
         before = cache.pages.clone()
         for name, copy, buffer, floor in cases:
-            seconds = context.median_s(lambda copy=copy, ids=ids, buffer=buffer: copy(ids, buffer), 20)
+            seconds = context.median_s(partial(copy, ids, buffer), 20)
             yield Row("pages", f"{size / 1e6:.3g} MB {name}", size / seconds / 1e9, "GB/s", floor / 1e9 or None)
         is_same = torch.equal(cache.pages, before)
         yield Row("pages", f"{size / 1e6:.3g} MB out and in again", None, "", note="the same" if is_same else "WRONG")

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -27,7 +28,7 @@ def self_rows(context: Context) -> Iterator[Row]:
         return
     os.environ.update(NCCL_ENV)
     torch.cuda.set_device(0)
-    store = dist.HashStore()
+    store = c10d.HashStore()
     limit = timedelta(seconds=LIMIT_S)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=limit, device_id=torch.device("cuda:0"))
     problems = []
@@ -47,7 +48,7 @@ def _self_speed(context: Context, name: str, exchange: Callable[[torch.Tensor, t
         exchange(source, target)
         context.synchronize()
         assert torch.equal(source, target), "other bytes arrived"
-        seconds = context.median_s(lambda source=source, target=target: exchange(source, target), 20)
+        seconds = context.median_s(partial(exchange, source, target), 20)
         floor = context.rates.copy_bytes / 2 / 1e9
         yield Row("nccl-self", f"{size // MIB} MiB to oneself, {name}", size / seconds / 1e9, "GB/s", floor or None)
 

@@ -1,6 +1,6 @@
 """How often a token depends on the path: alone or in a batch, decoded or prefilled, whole or in chunks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ PART = "invariance"
 
 def rows(context: Context) -> Iterator[Row]:
     """Every path with the tokens that the first one chose."""
-    lengths, count = ([5, 18], 3) if context.is_dry else ([40 + 8 * index for index in range(32)], 32)
+    lengths, count = ([5, 18], 2) if context.is_dry else ([40 + 8 * index for index in range(32)], 32)
     texts = _Texts(Made(context, SMALL, len(lengths) * (max(lengths) + count + 16)), lengths, count)
     alone = texts.decoded(size=1, with_graphs=False)
-    paths = {
+    paths: Mapping[str, Callable[[], Tensor]] = {
         "in a CUDA graph": lambda: texts.decoded(size=1, with_graphs=True),
         f"in batches of {len(lengths)}": lambda: texts.decoded(size=len(lengths), with_graphs=True),
         "prefilled whole": lambda: texts.prefilled(chunk=10**6),

@@ -1,6 +1,7 @@
 """The Triton kernels against their torch twins, in bits where they promise bits, and beside the floors."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ class _Bench:
     def attend(self, kernels: Kernels, cache: KvCache, parts: list[Part], look: Look) -> Tensor:
         """Write these rows, and what attention gives for them."""
         batch, qkv = self.batch(parts)
-        kernels.write_kv(*qkv[:, self._heads :].split(self._kv_heads, 1), cache, 0, batch)
+        k, v = qkv[:, self._heads :].split(self._kv_heads, 1)
+        kernels.write_kv(k, v, cache, 0, batch)
         return kernels.attend(qkv[:, : self._heads], cache, 0, batch, look)
 
 
@@ -152,7 +154,7 @@ def _speed(context: Context, kernels: Kernels) -> Iterator[Row]:
         bench.attend(kernels, cache, [(0, n) for n in lengths], look)
         batch, qkv = bench.batch([(n - 1 if is_decode else 0, n) for n in lengths])
         q = qkv[:, : bench._heads]
-        seconds = context.median_s(lambda q=q, cache=cache, batch=batch: kernels.attend(q, cache, 0, batch, look), 20)
+        seconds = context.median_s(partial(kernels.attend, q, cache, 0, batch, look), 20)
         if is_decode:
             floor = ratio_s(sum(lengths) * bench.layout.token_bytes, context.rates.copy_bytes)
             what = f"decode attention, {len(lengths)} x {lengths[0]}, one layer"

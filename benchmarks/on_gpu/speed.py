@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Iterator
+from functools import partial
 from statistics import median
 
 from benchmarks.on_gpu.made import LLAMA_8B, Made
@@ -19,7 +20,7 @@ STEPS = 24
 
 def decode(context: Context) -> Iterator[Row]:
     """At several batch sizes; a step counts from the call to its logits, or to its tokens."""
-    batches, length, steps = ((1, 2), 20, 2) if context.is_dry else ((1, 8, 32, 128), CONTEXT, STEPS)
+    batches, length, steps = ((2,), 20, 1) if context.is_dry else ((1, 8, 32, 128), CONTEXT, STEPS)
     made = Made(context, LLAMA_8B, max(batches) * (length + 4 * steps + 16))
     for batch in batches:
         floor = _floor_ms(context, made.cost.decode(batch, length + steps))
@@ -49,9 +50,9 @@ class _Load:
         self._page_ids = [page_ids[index * each : (index + 1) * each] for index in range(batch)]
 
     def steps_s(self, context: Context, runner: Runner, count: int, sampling: Sampling | None) -> list[float]:
-        """The times of so many steps, after three others."""
-        times, prompt = [], tuple(range(8))
-        for number in range(count + 3):
+        """The times of so many steps, after some others."""
+        times, prompt, warm_ups = [], tuple(range(8)), 1 if context.is_dry else 3
+        for number in range(count + warm_ups):
             token_ids = [(index * 7 + number) % self._vocab_size for index in range(len(self._page_ids))]
             chunks = [
                 Chunk([token_id], self._length + number, page_ids, sample=True)
@@ -66,17 +67,17 @@ class _Load:
                 request = WorkRequest("load", prompt, len(prompt), sampling, max_tokens=count + 4)
                 sample(logits, [Step(request, number)] * len(chunks))
             times.append(time.perf_counter() - began)
-        return times[3:]
+        return times[warm_ups:]
 
 
 def prefill(context: Context) -> Iterator[Row]:
     """Of one prompt, from the call to the logits of its last token."""
-    lengths = (17, 40) if context.is_dry else (512, 2000, 8000)
+    lengths = (17,) if context.is_dry else (512, 2000, 8000)
     made = Made(context, LLAMA_8B, max(lengths))
     runner = made.runner()
     for length in lengths:
         chunk = Chunk([token % made.config.vocab_size for token in range(length)], 0, range(made.cache.num_pages), True)
-        seconds = context.times_s(lambda chunk=chunk: runner.run([chunk]), 5)
+        seconds = context.times_s(partial(runner.run, [chunk]), 5)
         began = time.perf_counter()
         runner.run([chunk])
         note = f"started from Python in {1000 * (time.perf_counter() - began):.1f} ms"

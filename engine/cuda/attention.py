@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton import JITFunction
 
 from engine.attention import Look
 from engine.batch import Batch
@@ -58,7 +57,6 @@ class _Shape(NamedTuple):
     values_offset: int  # elements from a token's key to its value
     block: int  # keys
     lanes: int  # query rows times the heads of a group
-    widens: bool  # to fp32 before a product: Triton's interpreter knows no product of bfloat16
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,6 @@ def _shape(layout: KvLayout, heads: int, lanes: int) -> _Shape:
         values_offset=layout.num_kv_heads * layout.page_tokens * layout.head_dim,
         block=_tiles(layout).block,
         lanes=max(lanes, power_of_2(group)),
-        widens=not isinstance(programs.prefill, JITFunction),
     )
 
 

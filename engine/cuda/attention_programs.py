@@ -19,14 +19,6 @@ WRITTEN_ROWS = tl.constexpr(16)  # by one program
 
 
 @triton.jit
-def _product(a, b, shape: tl.constexpr):
-    """fp32."""
-    if shape.widens:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
 def _seen(scores, tokens, positions, reach):
     """-inf where a lane does not look."""
     distance = positions[:, None] - tokens[None, :]
@@ -51,11 +43,12 @@ def _block(q, positions, span, at, look, shape: tl.constexpr):
     offsets = _places(sequence, head, tokens, inside, at, shape)[:, None] + dims[None, :]
     mask = inside[:, None] & (dims < shape.dim)[None, :]
     keys = tl.load(at.pages + offsets, mask=mask, other=0.0)
-    scores = _seen(_product(q, tl.trans(keys), shape) * look.scale, tokens, positions, look.reach)
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * look.scale
+    scores = _seen(scores, tokens, positions, look.reach)
     largest = tl.max(scores, 1)
     weights = tl.exp2(scores - _finite(largest)[:, None])
     values = tl.load(at.pages + shape.values_offset + offsets, mask=mask, other=0.0)
-    return largest, tl.sum(weights, 1), _product(weights.to(values.dtype), values, shape)
+    return largest, tl.sum(weights, 1), tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
 
 @triton.jit

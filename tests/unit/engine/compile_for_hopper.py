@@ -66,7 +66,8 @@ def attention(heads: int, kv_heads: int, dim: int, dtype: str) -> None:
         batch = build_batch([Chunk([0] * tokens, 700, list(range(64)), True)], CPU)
         qkv = torch.zeros(tokens, heads + 2 * kv_heads, dim, dtype=getattr(torch, dtype))
         print(f"{heads} x {dim} over {kv_heads}, {dtype}, {tokens} rows")
-        kernels.write_kv(*qkv[:, heads:].split(kv_heads, 1), cache, 0, batch)
+        k, v = qkv[:, heads:].split(kv_heads, 1)
+        kernels.write_kv(k, v, cache, 0, batch)
         kernels.attend(qkv[:, :heads], cache, 0, batch, Look(0.1))
 
 

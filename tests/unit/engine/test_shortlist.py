@@ -69,7 +69,7 @@ def test_early_stop_tokens_log_probabilities_and_finish() -> None:
         rows, steps := [step(0, min_tokens=5), step(7, min_tokens=5), step(7), step(0, top_logprobs=3)]
     )
     assert tokens == sample(rows, steps)
-    assert [token.finish for token in tokens] == ["", "stop", "stop", "stop"]
+    assert [token.finish for token in tokens] == ["", "stop_token", "stop_token", "stop_token"]
     assert len(tokens[3].top_logprobs) == 3
 
 
