@@ -29,6 +29,8 @@ class Copies:
         """The rows of these pages, uint8 [pages, bytes], into the payload, on the device or in pinned memory."""
         if (mark := self._marks[end_layer - 1]) is not None:
             self._side.wait_event(mark)
+        else:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             index = torch.tensor(list(page_ids), dtype=torch.int64).to(self._device)
             rows = _words(pages).index_select(0, index)
