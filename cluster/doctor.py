@@ -24,7 +24,8 @@ from cluster.worker_node import engine_config
 from decode_worker.capacity import capacity
 from engine.config_file import read_config
 from engine.floors import ModelCost, decode_floor, model_cost, prefill_floor
-from engine.load import EngineConfig, choose_num_pages, kv_layout
+from engine.kv_cache import kv_layout
+from engine.load import EngineConfig, choose_num_pages
 from engine.model_config import ModelConfig
 from pdserve import rpc
 from pdserve.config import ClusterConfig, load_config, resolve

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.batch import Batch
-from engine.kv_cache import KvCache, from_groups, place_in_group, to_groups
+from engine.kv_cache import PAGE_FORMAT, KvCache, from_groups, place_in_group, to_groups
 from engine.native import Library
 
 
@@ -29,11 +29,15 @@ def torch_write_kv(k: Tensor, v: Tensor, cache: KvCache, layer: int, batch: Batc
     """See `engine.kernels.WriteKv`."""
     positions, counts = batch.positions.long(), batch.row_starts.diff().long()
     sequences = torch.repeat_interleave(torch.arange(batch.num_sequences, device=k.device), counts)
+    positions, k, v = (x[: len(sequences)] for x in (positions, k, v))  # rows of no sequence may stand behind
     pages = batch.page_table[sequences, positions // cache.layout.page_tokens].long()
     slots = positions % cache.layout.page_tokens
     keys, values = _keys_values(cache.pages[:, layer], cache)
-    keys[pages, :, :, place_in_group(slots, keys.dtype)] = k.to(keys.dtype)
-    values[pages, :, slots] = to_groups(v.to(values.dtype))
+    k, v = k.to(keys.dtype), v.to(values.dtype)
+    if _in_groups(cache):
+        keys[pages, :, :, place_in_group(slots, keys.dtype)], values[pages, :, slots] = k, to_groups(v)
+    else:
+        keys[pages, :, :, slots], values[pages, :, slots] = k, v
 
 
 def torch_attend(q: Tensor, cache: KvCache, layer: int, batch: Batch, look: Look) -> Tensor:
@@ -41,6 +45,8 @@ def torch_attend(q: Tensor, cache: KvCache, layer: int, batch: Batch, look: Look
     out = torch.empty_like(q)
     starts = batch.row_starts.tolist()
     for sequence, (begin, end) in enumerate(pairwise(starts)):
+        if begin == end:
+            continue
         length = int(batch.positions[end - 1]) + 1
         pages = batch.page_table[sequence, : cache.layout.pages_for(length)].long()
         keys, values = _gather(cache, layer, pages)
@@ -52,13 +58,22 @@ def _keys_values(pages: Tensor, cache: KvCache) -> tuple[Tensor, Tensor]:
     """Views of one layer of some pages: K [pages, kv_heads, head_dim, page_tokens], V with the last two exchanged."""
     tokens, dim = cache.layout.page_tokens, cache.layout.head_dim
     shape = pages.shape[0], cache.layout.num_kv_heads
-    return pages[:, 0].view(*shape, dim, tokens), pages[:, 1].view(*shape, tokens, dim)
+    keys, values = pages[:, 0], pages[:, 1].view(*shape, tokens, dim)
+    if _in_groups(cache):
+        return keys.view(*shape, dim, tokens), values
+    return keys.view(*shape, tokens, dim).transpose(-1, -2), values
+
+
+def _in_groups(cache: KvCache) -> bool:
+    return cache.layout.page_format == PAGE_FORMAT
 
 
 def _gather(cache: KvCache, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
     """K and V of a sequence, both [kv_heads, tokens, head_dim]."""
     keys, values = _keys_values(cache.pages[pages, layer], cache)
-    keys, values = from_groups(keys).transpose(-1, -2), from_groups(values)
+    if _in_groups(cache):
+        keys, values = from_groups(keys), from_groups(values)
+    keys = keys.transpose(-1, -2)
     return keys.transpose(0, 1).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
 
 
@@ -136,6 +151,8 @@ class _PagesArgs(ctypes.Structure):
 
 def _pages_args(cache: KvCache, layer: int, batch: Batch) -> _PagesArgs:
     layout, (sequences, max_pages) = cache.layout, batch.page_table.shape
+    if not _in_groups(cache):
+        raise ValueError(f"the native kernels work on pages of format {PAGE_FORMAT}, not {layout.page_format}")
     pointers = (x.data_ptr() for x in (cache.pages, batch.positions, batch.row_starts, batch.page_table))
     shape = (cache.num_pages, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_tokens)
     return _PagesArgs(*pointers, *shape, int(layout.dtype == "bfloat16"), layer, sequences, max_pages)

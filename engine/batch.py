@@ -31,6 +31,8 @@ class Batch:
     row_starts: Tensor  # int32 [S + 1]: the rows of sequence s are row_starts[s] up to row_starts[s + 1]
     page_table: Tensor  # int32 [S, max_pages], padded with 0
     sampled_rows: Tensor  # int64 [R]: rows whose logits are wanted
+    longest_chunk: int  # rows of a sequence, at most
+    longest_context: int  # of the last row of a sequence: its position + 1, at most
 
     @property
     def num_rows(self) -> int:
@@ -56,12 +58,16 @@ def build_batch(chunks: Sequence[Chunk], device: torch.device) -> Batch:
         token_ids=torch.tensor([token for chunk in chunks for token in chunk.token_ids], dtype=torch.int64).to(device),
         positions=torch.tensor(positions, dtype=torch.int32).to(device),
         row_starts=torch.tensor(row_starts, dtype=torch.int32).to(device),
-        page_table=_page_table(chunks).to(device),
+        page_table=_page_table(chunks, multiple=16 if device.type == "cuda" else 1).to(device),
         sampled_rows=torch.tensor(sampled, dtype=torch.int64).to(device),
+        longest_chunk=max(len(chunk.token_ids) for chunk in chunks),
+        longest_context=max(chunk.start + len(chunk.token_ids) for chunk in chunks),
     )
 
 
-def _page_table(chunks: Sequence[Chunk]) -> Tensor:
+def _page_table(chunks: Sequence[Chunk], multiple: int) -> Tensor:
+    """As wide as a multiple: Triton compiles anew for a width that is none of 16."""
     width = max(1, *(len(chunk.page_ids) for chunk in chunks), 1)
+    width = -(-width // multiple) * multiple
     rows = [list(chunk.page_ids) + [0] * (width - len(chunk.page_ids)) for chunk in chunks]
     return torch.tensor(rows, dtype=torch.int32)

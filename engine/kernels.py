@@ -1,12 +1,14 @@
 """The numeric routines that a model is built from, chosen once for a device.
 
-`choose_kernels` returns either the native ones (C, compiled at first use, CPU) or their torch twins (CUDA, or no C
-compiler). The native ones are path-invariant by construction: a row's result does not depend, in any bit, on the other
-rows of the call. On a CPU activations are fp32 whatever the dtype of weights and pages; on CUDA they have the model's
-dtype.
+`choose_kernels` returns the native ones (C, compiled at first use) on a CPU, those of Triton on CUDA, or where the
+compiler is missing their torch twins. The native ones are path-invariant by construction: a row's result does not
+depend, in any bit, on the other rows of the call. On a CPU activations are fp32 whatever the dtype of weights and
+pages; on CUDA they have the model's dtype.
 """
 
+import logging
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -16,6 +18,8 @@ from engine import attention, linear, native, onednn, ops
 from engine.attention import Look
 from engine.batch import Batch
 from engine.kv_cache import KvCache
+
+log = logging.getLogger(__name__)
 
 
 class MakeLinear(Protocol):
@@ -60,7 +64,7 @@ class Rotate(Protocol):
 class Kernels:
     """One consistent set; every routine works on tensors of the device that it was chosen for."""
 
-    name: str  # "native" | "onednn" | "torch"
+    name: str  # "native" | "onednn" | "triton" | "torch"
     exact: bool  # path-invariant by construction
     linear: MakeLinear
     head: MakeLinear  # of the vocabulary, and for choices among experts: sums and returns fp32 in every dtype
@@ -71,13 +75,21 @@ class Kernels:
     silu_mul: GateMul
     gelu_mul: GateMul  # with the tanh form of gelu
     rotate: Rotate
+    capturable: bool = False  # no routine waits for the device, so that a CUDA graph can hold a whole step
 
 
 def choose_kernels(device: torch.device, *, fast: bool = False, threads: int = 1) -> Kernels:
-    """Native ones on a CPU with a C compiler, else torch; with `fast`, oneDNN's linear layers where they are faster.
+    """Native ones on a CPU with a C compiler, Triton's on CUDA where it is installed, else torch.
 
-    `threads` share one call of the native ones, which changes no bits; torch and oneDNN have torch's own setting.
+    With `fast`, oneDNN's linear layers where they are faster. `threads` share one call of the native ones, which
+    changes no bits; torch and oneDNN have torch's own setting.
     """
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from engine.cuda.kernels import triton_kernels  # compiles for the device at first use
+
+        return triton_kernels()
+    if device.type == "cuda":
+        log.warning("triton is not installed: the slower torch kernels serve instead; pip install triton")
     library = native.load(threads=threads) if device.type == "cpu" else None
     if library is None:
         return torch_kernels()

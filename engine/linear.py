@@ -33,6 +33,8 @@ class TorchLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
+        if self._rows == 1:
+            return functional.linear(x.to(self._weight.dtype), self._weight, self._bias)
         num_rows = x.shape[0]
         padded = functional.pad(x, (0, 0, 0, -num_rows % self._rows))
         return functional.linear(padded.to(self._weight.dtype), self._weight, self._bias)[:num_rows]

@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 
 from engine.config_file import read_config
-from engine.kernels import choose_kernels
-from engine.kv_cache import PAGE_FORMAT, KvCache
+from engine.cuda.graphs import CudaRecorder, StepGraphs
+from engine.kernels import Kernels, choose_kernels
+from engine.kv_cache import KvCache, kv_layout, page_format
 from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.runner import Runner
@@ -23,7 +24,6 @@ from pdserve.errors import ConfigError
 from pdserve.grammar import Grammars
 from pdserve.model_card import KvLayout, ModelCard
 
-PAGE_TOKENS = 16
 _AUTO_TOKENS = 16384  # what the cache holds where memory is plenty and the window not large
 _AUTO_SHARE = 4  # at most one part in four of the available memory
 
@@ -59,7 +59,7 @@ def load_engine(config: EngineConfig) -> Engine:
     torch.set_num_threads(config.threads)
     model_config = read_config(Path(config.model_path))
     weights = load_weights(Path(config.model_path), model_config)
-    layout = kv_layout(model_config, config.dtype)
+    layout = kv_layout(model_config, config.dtype, page_format(device))
     cache = KvCache(layout, choose_num_pages(config, model_config, layout), device)
     kernels = choose_kernels(device, fast=config.fast, threads=config.threads)
     model = Model(model_config, weights, kernels, getattr(torch, config.dtype), device)
@@ -73,25 +73,24 @@ def load_engine(config: EngineConfig) -> Engine:
         exact=kernels.exact and is_path_invariant(model, layout, device),
     )
     grammars = Grammars.load(Path(config.model_path), card.vocab_size, card.eos_token_ids)
-    return Engine(card, Runner(model, cache), cache, grammars)
+    return Engine(card, Runner(model, cache, step_graphs(model, cache, kernels)), cache, grammars)
+
+
+def step_graphs(model: Model, cache: KvCache, kernels: Kernels) -> StepGraphs | None:
+    """Where a decode step can be recorded: on CUDA, by kernels that allow it, for a model without experts.
+
+    Which experts a batch meets is known on the host alone.
+    """
+    has_experts = any(layer.experts is not None for layer in model.config.layers)
+    if cache.is_synchronous or not kernels.capturable or has_experts:
+        return None
+    return StepGraphs(model, cache, CudaRecorder())
 
 
 def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda, but torch finds no CUDA device; use cpu, or install a CUDA build of torch")
     return torch.device(config.device)
-
-
-def kv_layout(model_config: ModelConfig, dtype: str) -> KvLayout:
-    """How the pages of this model lie in memory."""
-    return KvLayout(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        page_tokens=PAGE_TOKENS,
-        dtype=dtype,
-        page_format=PAGE_FORMAT,
-    )
 
 
 def choose_num_pages(config: EngineConfig, model_config: ModelConfig, layout: KvLayout) -> int:

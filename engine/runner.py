@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, Chunk, build_batch
+from engine.cuda.graphs import StepGraphs
 from engine.floors import model_cost
 from engine.kv_cache import KvCache
 from engine.model import Model
@@ -20,15 +21,22 @@ from pdserve.speed import Work
 class Runner:
     """A model together with the pages that it works on. One thread at a time may run it."""
 
-    def __init__(self, model: Model, cache: KvCache) -> None:
+    def __init__(self, model: Model, cache: KvCache, graphs: StepGraphs | None = None) -> None:
+        """`graphs`, of the same model and cache, compute decode steps."""
         self.progress = 0
         self.model = model
         self.cache = cache
         self.tally = Tally(len(model.layers))
+        self._graphs = graphs
         self._cost = model_cost(model.config, cache.layout)
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """fp32 [R, vocab]: a row for each chunk that wants one, in their order. Workers give only what is in range."""
+        """fp32 [R, vocab]: a row for each chunk that wants one, in their order; good until the next pass.
+
+        Workers give only what is in range.
+        """
+        if self._graphs is not None and all(len(chunk.token_ids) == 1 and chunk.sample for chunk in chunks):
+            return self._repeat(self._graphs, chunks)
         forward = self.start(chunks)
         forward.advance(len(self.model.layers))
         return forward.logits()
@@ -38,6 +46,18 @@ class Runner:
         for chunk in chunks:
             self._check(chunk)
         return Forward(self, build_batch(chunks, self.cache.pages.device), self._cost.of_chunks(chunks))
+
+    def _repeat(self, graphs: StepGraphs, chunks: Sequence[Chunk]) -> Tensor:
+        """A decode step in one go."""
+        for chunk in chunks:
+            self._check(chunk)
+        logits, work, layers = graphs.run(chunks), self._cost.of_chunks(chunks), range(len(self.model.layers))
+        self.cache.written(layers)
+        for _ in layers:
+            self.tally.layer_done(work)
+        self.tally.pass_done(work)
+        self.progress += len(layers)
+        return logits
 
     def _check(self, chunk: Chunk) -> None:
         """A wrong number here would read or write foreign memory, so it is better to stop."""
@@ -54,7 +74,8 @@ class Forward:
 
     @torch.inference_mode()
     def __init__(self, runner: Runner, batch: Batch, work: Work) -> None:
-        self.num_layers = 0  # done: their K and V are in the pages
+        self.num_layers = 0  # done: their K and V are in the pages, or on CUDA will be
+        self.num_ready = 0  # of these: worth reading now, because no later ones would have to wait for that
         self._runner = runner
         self._batch = batch
         self._work = work
@@ -68,14 +89,16 @@ class Forward:
     @torch.inference_mode()
     def advance(self, num_layers: int) -> None:
         """Compute so many more layers, or as many as are left."""
-        runner = self._runner
+        runner, before = self._runner, self.num_layers
         for layer in runner.model.layers[self.num_layers : self.num_layers + num_layers]:
             self._hidden = layer(self._hidden, self._batch, runner.cache)
             self.num_layers += 1
             runner.progress += 1
             runner.tally.layer_done(self._work)
-            if self.is_complete:
-                runner.tally.pass_done(self._work)
+        runner.cache.written(range(before, self.num_layers))
+        self.num_ready = self.num_layers if runner.cache.is_synchronous else before
+        if self.is_complete and before < self.num_layers:
+            runner.tally.pass_done(self._work)
 
     @property
     def vocab_size(self) -> int:

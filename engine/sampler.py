@@ -17,21 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.logprobs import NEAR, Floats, Ids, exp, scored, top_ids
+from engine.noise import UNIFORM_BITS, hash52, row_key
 from engine.pilot import Pilot
+from engine.shortlist import MOST_K, Few, Wish, shortlists
 from pdserve.request import Candidate, Sampling, Scored, Token, WorkRequest, finish_after
-
-Words = NDArray[np.uint64]
-
-# u is (k + 1/2) / 2^52 for a hashed k of 52 bits: exact in float64, and never 0 or 1.
-_UNIFORM_BITS = 52
-
-_MASK64 = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
@@ -49,9 +41,49 @@ class Step:
 
 
 def sample(logits: Tensor, steps: Sequence[Step]) -> list[Token]:
-    """A token for each row of logits, fp32 [R, vocab]. Runs on the CPU: the same bits wherever the model ran."""
-    rows: Floats = logits.detach().cpu().numpy()
+    """A token for each row of logits, fp32 [R, vocab]. It is decided on the CPU: the same wherever the model ran."""
+    if logits.device.type != "cpu":
+        return sample_from_few(logits.detach(), steps)
+    rows: Floats = logits.detach().numpy()
     return [_sample_row(row, step) for row, step in zip(rows, steps, strict=True)]
+
+
+def sample_from_few(logits: Tensor, steps: Sequence[Step]) -> list[Token]:
+    """The same as `sample`, for logits on a device: few rows travel to the CPU whole."""
+    asked = [index for index, step in enumerate(steps) if _needs_few(step, logits.shape[1])]
+    rows = logits if len(asked) == len(steps) else logits[asked]
+    lists = dict(zip(asked, shortlists(rows, [_wish(steps[index], logits.shape[1]) for index in asked]), strict=True))
+    whole = [index for index in range(len(steps)) if lists.get(index) is None]
+    wholes = dict(zip(whole, logits[whole].cpu().numpy(), strict=True)) if whole else {}
+    return [
+        _sample_row(wholes[index], step) if (few := lists.get(index)) is None else _sample_few(few, step)
+        for index, step in enumerate(steps)
+    ]
+
+
+def _needs_few(step: Step, vocab_size: int) -> bool:
+    """Whether a shortlist is enough; an unsteered request without top-p alone, log-probabilities, early stop tokens."""
+    request, sampling = step.request, step.request.sampling
+    is_plain = step.pilot is None and not request.wants_logprobs
+    may_end = step.number >= request.min_tokens or not request.stop_token_ids
+    has_list = 0 < sampling.top_k <= min(MOST_K, vocab_size - 1)
+    is_open = sampling.top_p >= 1 and not 0 < sampling.top_k < vocab_size
+    return is_plain and may_end and (sampling.temperature == 0 or has_list or is_open)
+
+
+def _wish(step: Step, vocab_size: int) -> Wish:
+    sampling = step.request.sampling
+    top_k = sampling.top_k if sampling.top_k < vocab_size and sampling.temperature > 0 else 0
+    return Wish(row_key(sampling.seed, step.position), sampling.temperature, top_k, sampling.min_p)
+
+
+def _sample_few(few: Few, step: Step) -> Token:
+    sampling, token_id = step.request.sampling, int(few.ids[0])
+    if sampling.temperature > 0:
+        places = _filtered(few.logits, few.peak, sampling)
+        ids, logits = (few.ids, few.logits) if places is None else (few.ids[places], few.logits[places])
+        token_id = _noisy_argmax(ids, _scores(logits, few.peak, sampling), row_key(sampling.seed, step.position))[1]
+    return Token(step.number, token_id, finish=finish_after(step.request, step.number, token_id))
 
 
 def _sample_row(row: Floats, step: Step) -> Token:
@@ -96,7 +128,7 @@ def _allowed(row: Floats, step: Step) -> Floats:
 def _draw(row: Floats, ids: Ids | None, peak: float, step: Step) -> int:
     """The token with the largest logit / T + noise among `ids`, None for all; `peak` is the row's maximum."""
     sampling = step.request.sampling
-    key = _row_key(sampling.seed, step.position)
+    key = row_key(sampling.seed, step.position)
     if ids is None and step.pilot is not None:
         ids = _few(row)
     if ids is None:
@@ -150,8 +182,8 @@ def _noisy_argmax_of_all(row: Floats, peak: float, sampling: Sampling, key: int)
     near = np.flatnonzero(row >= peak - NEAR * sampling.temperature)
     best, token_id = _noisy_argmax(near, _scores(row[near], peak, sampling), key)
     uniform = math.exp(-math.exp(-(best + NEAR)))  # where the noise is best + NEAR
-    needed = np.uint64(uniform * 2**_UNIFORM_BITS * (1 - 1e-12))  # a little less, for the rounding of exp
-    lucky = np.flatnonzero(_hash52(np.arange(len(row), dtype=np.uint64), key) >= needed)
+    needed = np.uint64(uniform * 2**UNIFORM_BITS * (1 - 1e-12))  # a little less, for the rounding of exp
+    lucky = np.flatnonzero(hash52(np.arange(len(row), dtype=np.uint64), key) >= needed)
     if not len(lucky):
         return token_id
     rival, rival_id = _noisy_argmax(lucky, _scores(row[lucky], peak, sampling), key)
@@ -160,33 +192,7 @@ def _noisy_argmax_of_all(row: Floats, peak: float, sampling: Sampling, key: int)
 
 def _noisy_argmax(ids: Ids, scores: Floats, key: int) -> tuple[float, int]:
     """The largest score + noise, and its id; the lowest id wins a tie, as `ids` ascend."""
-    uniform = (_hash52(ids.astype(np.uint64), key) + 0.5) / 2**_UNIFORM_BITS
+    uniform = (hash52(ids.astype(np.uint64), key) + 0.5) / 2**UNIFORM_BITS
     values = scores - np.log(-np.log(uniform))
     place = values.argmax()
     return float(values[place]), int(ids[place])
-
-
-def _row_key(seed: int, position: int) -> int:
-    """What a row's noise starts from; unrelated for neighbouring seeds and positions."""
-    return _mix((_mix(seed & _MASK64) + position * _GOLDEN) & _MASK64)
-
-
-def _mix(word: int) -> int:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014) on one 64-bit word."""
-    word = ((word ^ (word >> 30)) * _MIX_1) & _MASK64
-    word = ((word ^ (word >> 27)) * _MIX_2) & _MASK64
-    return word ^ (word >> 31)
-
-
-def _hash52(ids: Words, key: int) -> Words:
-    """52 hashed bits for each id: output number id + 1 of the SplitMix64 that starts at `key`. uint64 wraps around."""
-    words = ids + np.uint64(1)
-    words *= np.uint64(_GOLDEN)
-    words += np.uint64(key)
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(_MIX_1)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(_MIX_2)
-    words ^= words >> np.uint64(31)
-    words >>= np.uint64(64 - _UNIFORM_BITS)
-    return words

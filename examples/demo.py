@@ -17,7 +17,7 @@ import psutil
 
 from cluster.model_store import resolve
 from engine.config_file import read_config
-from engine.load import PAGE_TOKENS
+from engine.kv_cache import PAGE_TOKENS
 
 READY_LIMIT_S = 300.0
 STOP_LIMIT_S = 60.0

@@ -3,29 +3,35 @@
     Grammar (text) -> source (llguidance's own form) -> checked by the router, without a tokenizer
                                                      -> compiled by a worker -> Matcher, which takes token by token
 
-A matcher is a function of its grammar and the tokens that it has taken.
+A matcher is a function of its grammar and the tokens that it has taken. The library is imported only where there is a
+grammar or a tokenizer: an engine without either runs without it.
 """
+
+from __future__ import annotations
 
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from typing import TYPE_CHECKING
 
 from pdserve.errors import InvalidRequest
 from pdserve.steering import GRAMMAR_KINDS, Grammar
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
 # Between the parts of a JSON text; unbounded, small models would go on with it for ever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-_LIMITS = LLParserLimits(verbose_errors=False)  # of time and memory: llguidance's own
 _MOST_COMPILED = 16  # grammars that are kept for further requests
 
 
 def check_grammar(grammar: Grammar) -> None:
     """Raises InvalidRequest with what the library says, of a schema also which keyword it does not support."""
+    from llguidance import LLMatcher
+
     source = _source(grammar)
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(source, limits=_LIMITS)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(source, limits=_limits())
     if is_error:
         raise InvalidRequest(_field(grammar), "; ".join(messages))
 
@@ -70,11 +76,13 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # the least recently used first
 
     @classmethod
-    def load(cls, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> "Grammars":
+    def load(cls, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
         """Of a model folder: half a second for a vocabulary of 50,000."""
         path = folder / "tokenizer.json"
         if not path.exists():
             return cls()
+        from llguidance import LLTokenizer
+
         try:
             return cls(LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None))
         except ValueError as error:  # the model can serve all the same
@@ -92,8 +100,17 @@ class Grammars:
         return Matcher(self._compiled[grammar].deep_copy(), self._tokenizer.eos_tokens)
 
 
+def _limits() -> LLParserLimits:
+    """Of time and memory: the library's own."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False)
+
+
 def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_limits())
     if matcher.is_error():
         raise InvalidRequest(_field(grammar), matcher.get_error())
     matcher.compute_bitmask()  # what this takes at first need not be repeated by every copy
@@ -105,6 +122,8 @@ def _field(grammar: Grammar) -> str:
 
 
 def _source(grammar: Grammar) -> str:
+    from llguidance import LLMatcher
+
     match grammar.kind:
         case "json_schema":
             return _schema_source(grammar)
@@ -117,6 +136,8 @@ def _source(grammar: Grammar) -> str:
 
 
 def _schema_source(grammar: Grammar) -> str:
+    from llguidance import LLMatcher
+
     try:
         schema = json.loads(grammar.text)
     except (ValueError, RecursionError) as error:

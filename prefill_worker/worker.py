@@ -271,7 +271,7 @@ class PrefillWorker:
     def _ready(self, prompt: Prompt) -> Ready:
         whole = self._layout.pages_for(prompt.num_ready)
         if self._pass is not None and (chunk := self._pass.chunk_of(prompt)):
-            return Ready(whole, self._layout.pages_for(chunk.end), self._pass.forward.num_layers)
+            return Ready(whole, self._layout.pages_for(chunk.end), self._pass.forward.num_ready)
         return Ready(whole)
 
     def _fail(self, number: int, error: PdserveError, update: StepUpdate) -> None:

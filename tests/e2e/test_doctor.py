@@ -8,7 +8,7 @@ from pathlib import Path
 
 from decode_worker.capacity import capacity
 from engine.config_file import read_config
-from engine.load import kv_layout
+from engine.kv_cache import kv_layout
 from pdserve.v1.cluster_pb2 import GetStatusResponse, Work
 from pdserve.v1.generation_pb2 import GenerateRequest
 from tests.e2e.harness import ROOT, Cluster, token_request

@@ -103,6 +103,11 @@ class FakeForward:
         self._rows = [_Row(chunk) for chunk in chunks]
 
     @property
+    def num_ready(self) -> int:
+        """See Forward."""
+        return self.num_layers
+
+    @property
     def is_complete(self) -> bool:
         """See Forward."""
         return self.num_layers == NUM_LAYERS

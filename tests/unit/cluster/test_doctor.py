@@ -15,7 +15,7 @@ from cluster.flags import DoctorFlags
 from cluster.machine import Rate, machine
 from decode_worker.capacity import capacity
 from engine.config_file import read_config
-from engine.load import kv_layout
+from engine.kv_cache import kv_layout
 from pdserve import rpc
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.v1 import cluster_pb2 as cpb

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.attention import Look
 from engine.batch import Chunk, build_batch
 from engine.kernels import Kernels, choose_kernels, torch_kernels
-from engine.kv_cache import PAGE_FORMAT, KvCache
+from engine.kv_cache import PAGE_FORMAT, ROWS_FORMAT, KvCache
 from pdserve.model_card import KvLayout
 
 CPU = torch.device("cpu")
@@ -78,6 +78,17 @@ def test_equal_to_plain_attention(shape: tuple[int, int, int, int], dtype: str) 
             (out,) = _forward(kernels, cache, [(sequence, 0, 150)], look)
             expected = _expected(sequence, cache.pages.dtype, look)
             torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_twin_gives_the_same_over_pages_of_rows(dtype: str) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
+    sequence, other = _sequence(70, 5, layout), _sequence(20, 11, layout)
+    outputs = [
+        _forward(torch_kernels(), _cache(replace(layout, page_format=name)), [(sequence, 0, 70), (other, 0, 20)])
+        for name in (PAGE_FORMAT, ROWS_FORMAT)
+    ]
+    assert all(torch.equal(one, another) for one, another in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize("reach", [None, 1, 17, 64, 100])

@@ -15,8 +15,7 @@ from engine.batch import Chunk
 from engine.config_file import read_config
 from engine.floors import ModelCost, decode_floor, model_cost, prefill_floor
 from engine.kernels import torch_kernels
-from engine.kv_cache import KvCache
-from engine.load import kv_layout
+from engine.kv_cache import KvCache, kv_layout
 from engine.model import Model
 from engine.runner import Runner
 from engine.weights import random_weights

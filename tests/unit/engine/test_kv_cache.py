@@ -7,7 +7,7 @@ import torch
 
 from engine.batch import Batch, Chunk, build_batch
 from engine.kernels import Kernels, choose_kernels, torch_kernels
-from engine.kv_cache import PAGE_FORMAT, KvCache, from_groups, place_in_group, to_groups
+from engine.kv_cache import PAGE_FORMAT, ROWS_FORMAT, KvCache, from_groups, place_in_group, to_groups
 from pdserve.errors import ConfigError
 from pdserve.model_card import KvLayout
 
@@ -48,6 +48,20 @@ def test_a_row_lies_where_the_format_says(dtype: str) -> None:
     assert torch.equal(keys[:, :, 5], k[0].to(keys.dtype))
     assert torch.equal(values[:, 5], v[0].to(keys.dtype))
     assert cache.pages.count_nonzero() == 2 * 3 * 32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_lies_in_rows_where_the_device_wants_rows(dtype: str) -> None:
+    cache = KvCache(replace(LAYOUT, dtype=dtype, page_format=ROWS_FORMAT), 4, CPU)
+    k, v = torch.randn(2, 1, 3, 32)
+    batch = build_batch([Chunk([1], 21, [0, 2], True)], CPU)
+    torch_kernels().write_kv(k, v, cache, 1, batch)
+    keys, values = cache.pages[2, 1].view(2, 3, 16, 32)
+    assert torch.equal(keys[:, 5], k[0].to(keys.dtype))
+    assert torch.equal(values[:, 5], v[0].to(keys.dtype))
+    assert cache.pages.count_nonzero() == 2 * 3 * 32
+    with pytest.raises(ValueError, match="pages of format groups16"):
+        choose_kernels(CPU).write_kv(k, v, cache, 1, batch)
 
 
 def test_rounding_to_bfloat16_is_torchs() -> None:

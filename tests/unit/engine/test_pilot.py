@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import generation as hf
 
+from engine.noise import row_key
 from engine.pilot import Pilot, pilot_of
-from engine.sampler import Step, _noisy_argmax, _row_key, sample
+from engine.sampler import Step, _noisy_argmax, sample
 from pdserve.errors import InvalidRequest, NoTokenLeft
 from pdserve.grammar import Grammars
 from pdserve.request import Sampling, Token, WorkRequest, check
@@ -99,7 +100,7 @@ def test_the_token_is_that_of_the_chain_in_the_documented_order(
             scores = hf.TopKLogitsWarper(work.sampling.top_k or VOCAB)(torch.empty(0), scores)
             scores = hf.TopPLogitsWarper(work.sampling.top_p)(torch.empty(0), scores)
             ids = np.flatnonzero(scores[0].numpy() > -np.inf)
-            key = _row_key(number, len(work.token_ids))
+            key = row_key(number, len(work.token_ids))
             expected = _noisy_argmax(ids, scores[0].double().numpy()[ids], key)[1]
         else:
             expected = int(scores.argmax())

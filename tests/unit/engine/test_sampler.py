@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampler import _GOLDEN, Step, _hash52, _mix, _noisy_argmax, _row_key, sample
+from engine.noise import GOLDEN, hash52, mix, row_key
+from engine.sampler import Step, _noisy_argmax, sample
 from pdserve.request import Sampling, Token, WorkRequest
 
 VOCAB = 3000
@@ -41,7 +42,7 @@ def reference(row: torch.Tensor, one: Step) -> int:
     count = int(np.searchsorted(probabilities.cumsum(), sampling.top_p)) + 1 if sampling.top_p < 1 else len(order)
     ids = np.array([i for i, w in zip(order[:count], weights, strict=False) if w >= sampling.min_p], dtype=np.intp)
     ids.sort()
-    return _noisy_argmax(ids, scores[ids], _row_key(sampling.seed, one.position))[1]
+    return _noisy_argmax(ids, scores[ids], row_key(sampling.seed, one.position))[1]
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -76,11 +77,11 @@ def test_equals_the_plain_formula(settings: dict[str, Any], spread: float) -> No
 
 
 def test_the_noise_is_splitmix64_by_position_and_id() -> None:
-    key = _row_key(2**63 + 5, 1234)
-    hashed = _hash52(np.array([0, 1, 49151], dtype=np.uint64), key)
-    expected = [_mix((key + (token_id + 1) * _GOLDEN) & (2**64 - 1)) >> 12 for token_id in (0, 1, 49151)]
+    key = row_key(2**63 + 5, 1234)
+    hashed = hash52(np.array([0, 1, 49151], dtype=np.uint64), key)
+    expected = [mix((key + (token_id + 1) * GOLDEN) & (2**64 - 1)) >> 12 for token_id in (0, 1, 49151)]
     assert hashed.tolist() == expected
-    assert _mix(_GOLDEN) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 with seed 0, as published
+    assert mix(GOLDEN) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 with seed 0, as published
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"temperature": 1.5}])
