@@ -1,0 +1,185 @@
+"""Where each millisecond of a step goes: decode steps of a real decode worker and the passes of a prompt, in process.
+
+    python -m benchmarks.engine [--model smollm2] [--batches 1 8 16] [--prompt 2000] [--out FILE.json]
+
+Every kernel call is timed where the model makes it; what is left of a forward is Python, additions and the embedding.
+Beside them stand the floors of the same run: bytes over the best of five read-sums, FLOPs over the best product. The
+prompts' KV is zeros, which costs what any other does. Of every part the quickest of all steps, as floors are.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.stopwatch import LINEARS, Bench, Stopwatch, bench_of
+from cluster.model_store import resolve
+from decode_worker.commands import Decode, Landed, Reserve
+from decode_worker.worker import DecodeWorker
+from engine.batch import Chunk
+from engine.floors import decode_floor, model_cost, prefill_floor
+from engine.load import EngineConfig
+from engine.measure import Measured, measure
+from engine.sampler import Step, sample
+from pdserve.handover import PageRun
+from pdserve.request import Incarnation, Sampling, Ticket, Token, WorkerId, WorkRequest
+
+Parts = dict[str, float]  # milliseconds by what they went to
+CHUNK_TOKENS = 256  # what a prefill worker computes at once, if not told otherwise
+WARM_UP = 3
+SAMPLINGS = {
+    "sampling, greedy": Sampling(temperature=0.0),
+    "sampling, T = 1": Sampling(temperature=1.0, seed=7),
+    "sampling, T = 1, top-k 50, top-p 0.9": Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=7),
+}
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    """A payload that has landed."""
+
+    buffer: torch.Tensor
+
+    def give_back(self) -> None:
+        """Nobody waits for it."""
+
+
+def decode_parts(bench: Bench, batch: int, context: int, steps: int) -> Parts:
+    """A step of `batch` greedy requests of about `context` tokens each, all in one worker."""
+    worker = DecodeWorker(bench.engine, WorkerId("decode-0"), Incarnation("bench"), max_batch=batch)
+    for row in range(batch):
+        _begin(worker, bench, _request(row, context - steps // 2, steps + WARM_UP + 2))
+    worker.step()
+    rounds = [_round(worker, bench.watch) for _ in range(WARM_UP + steps)][WARM_UP:]
+    logits = torch.randn(batch, bench.engine.card.vocab_size) * 2
+    parts = [_rest(each | _sampling(logits)) for each in rounds]
+    return {name: min(each[name] for each in parts) for name in parts[0]}
+
+
+def _round(worker: DecodeWorker, watch: Stopwatch) -> Parts:
+    watch.spent.clear()
+    update = watch.timed("step", worker.step)()
+    assert update.emitted
+    return {name: 1000 * seconds for name, seconds in watch.spent.items()}
+
+
+def _request(row: int, length: int, max_tokens: int) -> WorkRequest:
+    token_ids = tuple(100 + (7919 * row + i) % 30_000 for i in range(length))
+    return WorkRequest(f"row {row}", token_ids, length, SAMPLINGS["sampling, greedy"], max_tokens)
+
+
+def _begin(worker: DecodeWorker, bench: Bench, request: WorkRequest) -> None:
+    """Reserve, land zeros, adopt."""
+    layout = bench.engine.card.kv_layout
+    worker.submit(Reserve(0, 0, request, whole=True))
+    ticket = worker.step().reserved[0].outcome
+    assert isinstance(ticket, Ticket), ticket
+    num_pages = layout.pages_for(len(request.token_ids))
+    run = PageRun(ticket.counter, ticket.cached_pages, num_pages, 0, layout.num_layers)
+    worker.submit(Landed(run, _Zeros(torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8))))
+    worker.submit(Decode(0, ticket, Token(0, 9)))
+
+
+def _sampling(logits: torch.Tensor) -> Parts:
+    """Of all rows, by kind."""
+    watch = Stopwatch()
+    for name, sampling in SAMPLINGS.items():
+        watch.timed(name, sample)(logits, [Step(WorkRequest("", (1,), 1, sampling, 2), 1) for _ in logits])
+    return {name: 1000 * seconds for name, seconds in watch.spent.items()}
+
+
+def _rest(parts: Parts) -> Parts:
+    """What no kernel took of the forward, and what is neither forward nor sampling of the step."""
+    inside = sum(spent for name, spent in parts.items() if name not in ("step", "forward", *SAMPLINGS))
+    parts["forward: Python, additions, embedding"] = parts["forward"] - inside
+    if "step" in parts:
+        parts["tickets, pages, updates"] = parts["step"] - parts["forward"] - parts["sampling, greedy"]
+    return parts
+
+
+def prefill_parts(bench: Bench, num_tokens: int, repeats: int) -> Parts:
+    """A prompt in chunks as a prefill worker computes it; of several the quickest."""
+    return min((_prompt(bench, num_tokens) for _ in range(repeats)), key=lambda parts: parts["forward"])
+
+
+def _prompt(bench: Bench, num_tokens: int) -> Parts:
+    pages = range(bench.engine.card.kv_layout.pages_for(num_tokens))
+    bench.watch.spent.clear()
+    for start in range(0, num_tokens, CHUNK_TOKENS):
+        end = min(start + CHUNK_TOKENS, num_tokens)
+        token_ids = [100 + 7919 * i % 30_000 for i in range(start, end)]
+        bench.engine.runner.run([Chunk(token_ids, start, pages, sample=end == num_tokens)])
+    return _rest({name: 1000 * seconds for name, seconds in bench.watch.spent.items()})
+
+
+def floors(bench: Bench, measured: Measured, rows: int, head_rows: int) -> Parts:
+    """Of each linear layer: all its weights read once, or all its products, whichever takes longer."""
+    result = {}
+    for (out, width), name in bench.linear_names.items():
+        count = 1 if name == LINEARS[-1] else bench.engine.card.kv_layout.num_layers
+        products = 2.0 * out * width * (head_rows if name == LINEARS[-1] else rows)
+        read_s = out * width * bench.weight_bytes / measured.limits.read_bytes_per_s
+        result[name] = 1000 * count * max(read_s, products / measured.limits.flops_per_s)
+    return result
+
+
+def profile(config: EngineConfig, batches: Sequence[int], context: int, prompt: int, steps: int) -> dict[str, Any]:
+    """All of it; milliseconds."""
+    measured, bench = measure(config), bench_of(config)
+    cost = model_cost(bench.engine.runner.model.config, bench.engine.card.kv_layout)
+    columns = {}
+    for batch in batches:
+        whole = decode_floor(cost, measured.limits, batch, context).floor_ms
+        lower = floors(bench, measured, batch, batch) | {"forward": whole, "step": whole}
+        columns[f"decode, {batch} x {context}"] = {"parts": decode_parts(bench, batch, context, steps), "floors": lower}
+    if prompt:
+        whole = prefill_floor(cost, measured.limits, prompt).floor_ms
+        lower = floors(bench, measured, prompt, 1) | {"forward": whole}
+        columns[f"prefill, {prompt}"] = {"parts": prefill_parts(bench, prompt, repeats=2), "floors": lower}
+    rates = {"read GB/s": measured.read_bytes_per_s / 1e9}
+    rates |= {f"{name} GFLOP/s": rate / 1e9 for name, rate in measured.flops_per_s.items()}
+    return {"dtype": config.dtype, "rates": rates, "columns": columns}
+
+
+def table(result: dict[str, Any]) -> str:
+    """One row per part, `measured / floor` in each column."""
+    columns = result["columns"]
+    names = dict.fromkeys(name for column in columns.values() for name in column["parts"])
+    lines = [", ".join(f"{name} {rate:.1f}" for name, rate in result["rates"].items()), ""]
+    lines += [f"| ms / floor | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name in names:
+        cells = (_cell(column["parts"].get(name), column["floors"].get(name)) for column in columns.values())
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(spent: float | None, floor: float | None) -> str:
+    if spent is None:
+        return ""
+    return f"{spent:,.2f}" if floor is None else f"{spent:,.2f} / {floor:,.2f}"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 16])
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prefill; 0: none")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    config = EngineConfig(str(resolve(given.model).folder), "model", given.dtype)
+    result = profile(config, given.batches, given.context, given.prompt, given.steps)
+    print(table(result))
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
