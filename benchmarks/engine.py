@@ -2,14 +2,13 @@
 
     python -m benchmarks.engine [--model smollm2] [--batches 1 8 16] [--prompt 2000] [--out FILE.json]
 
-Every kernel call is timed where the model makes it; what is left of a forward is Python, additions and the embedding.
+Every routine is timed where the model calls it; what is left of a forward is Python, additions and the embedding.
 Beside them stand the floors of the same run: bytes over the best of five read-sums, FLOPs over the best product. The
 prompts' KV is zeros, which costs what any other does. Of every part the quickest of all steps, as floors are.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,22 +126,22 @@ def floors(bench: Bench, measured: Measured, rows: int, head_rows: int) -> Parts
     return result
 
 
-def profile(config: EngineConfig, batches: Sequence[int], context: int, prompt: int, steps: int) -> dict[str, Any]:
+def profile(bench: Bench, measured: Measured, given: argparse.Namespace) -> dict[str, Any]:
     """All of it; milliseconds."""
-    measured, bench = measure(config), bench_of(config)
     cost = model_cost(bench.engine.runner.model.config, bench.engine.card.kv_layout)
     columns = {}
-    for batch in batches:
-        whole = decode_floor(cost, measured.limits, batch, context).floor_ms
+    for batch in given.batches:
+        whole = decode_floor(cost, measured.limits, batch, given.context).floor_ms
         lower = floors(bench, measured, batch, batch) | {"forward": whole, "step": whole}
-        columns[f"decode, {batch} x {context}"] = {"parts": decode_parts(bench, batch, context, steps), "floors": lower}
-    if prompt:
-        whole = prefill_floor(cost, measured.limits, prompt).floor_ms
-        lower = floors(bench, measured, prompt, 1) | {"forward": whole}
-        columns[f"prefill, {prompt}"] = {"parts": prefill_parts(bench, prompt, repeats=2), "floors": lower}
+        parts = decode_parts(bench, batch, given.context, given.steps)
+        columns[f"decode, {batch} x {given.context}"] = {"parts": parts, "floors": lower}
+    if given.prompt:
+        whole = prefill_floor(cost, measured.limits, given.prompt).floor_ms
+        lower = floors(bench, measured, given.prompt, 1) | {"forward": whole}
+        columns[f"prefill, {given.prompt}"] = {"parts": prefill_parts(bench, given.prompt, 2), "floors": lower}
     rates = {"read GB/s": measured.read_bytes_per_s / 1e9}
     rates |= {f"{name} GFLOP/s": rate / 1e9 for name, rate in measured.flops_per_s.items()}
-    return {"dtype": config.dtype, "rates": rates, "columns": columns}
+    return {"rates": rates, "columns": columns}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -172,10 +171,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prefill; 0: none")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--by-call", action="store_true", help="layers not joined: each routine called from Python")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     config = EngineConfig(str(resolve(given.model).folder), "model", given.dtype)
-    result = profile(config, given.batches, given.context, given.prompt, given.steps)
+    result = profile(bench_of(config, by_call=given.by_call), measure(config), given)
     print(table(result))
     if given.out:
         given.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,5 +1,6 @@
 """An engine whose kernels are timed where the model calls them, for `benchmarks.engine`."""
 
+import ctypes
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +11,12 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from engine.batch import Chunk
+from engine.batch import Batch, Chunk
 from engine.config_file import read_config
-from engine.kernels import Kernels, choose_kernels
+from engine.joined import PARTS, JoinedLayer
+from engine.kernels import Kernels, MakeLinear, choose_kernels
 from engine.kv_cache import KvCache, kv_layout, page_format
+from engine.layers import Layer
 from engine.linear import Linear
 from engine.load import Engine, EngineConfig, choose_num_pages
 from engine.model import Model
@@ -25,6 +28,10 @@ from pdserve.model_card import ModelCard
 P = ParamSpec("P")
 R = TypeVar("R")
 LINEARS = ("linear: query, key, value", "linear: attention out", "linear: gate, up", "linear: down", "linear: lm_head")
+
+
+_QKV, _OUT, _GATE_UP, _DOWN, _HEAD = LINEARS
+_JOINED = ("norms", _QKV, "rotation", "KV into pages", "attention", _OUT, _GATE_UP, "activation", _DOWN)  # as PARTS
 
 
 class Stopwatch:
@@ -43,6 +50,14 @@ class Stopwatch:
             return result
 
         return call
+
+    def timed_maker(self, name: str, make: MakeLinear) -> MakeLinear:
+        """Linear layers with their time added up."""
+
+        def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+            return self.timed(name, make(weight, bias))
+
+        return linear
 
 
 class _TimedRunner(Runner):
@@ -64,23 +79,44 @@ class Bench:
     weight_bytes: int
 
 
-def bench_of(config: EngineConfig) -> Bench:
-    """A model without experts, whose layers are alike, on a CPU; without the self-test."""
+def bench_of(config: EngineConfig, *, by_call: bool) -> Bench:
+    """A model without experts, whose layers are alike, on a CPU; without the self-test.
+
+    `by_call`: every routine of a layer called from Python, as it is where layers cannot be joined.
+    """
     torch.set_num_threads(config.threads)
     device, folder = torch.device(config.device), Path(config.model_path)
     model_config, watch = read_config(folder), Stopwatch()
     layout = kv_layout(model_config, config.dtype, page_format(device))
     cache = KvCache(layout, choose_num_pages(config, model_config, layout), device)
     names = _linear_names(model_config)
-    kernels = watched(choose_kernels(device, threads=config.threads), names, watch)
+    kernels = choose_kernels(device, threads=config.threads)
+    head = watch.timed_maker(LINEARS[-1], kernels.head)
+    kernels = watched(kernels, names, watch) if by_call else replace(kernels, head=head)
     dtype: torch.dtype = getattr(torch, config.dtype)
     model = Model(model_config, load_weights(folder, model_config), kernels, dtype, device)
+    model.layers = tuple(_timed_layer(layer, watch) for layer in model.layers)
     card = ModelCard("model", model_config.vocab_size, model_config.window, (), "", layout, exact=kernels.exact)
     return Bench(Engine(card, _TimedRunner(model, cache, watch), cache), watch, names, dtype.itemsize)
 
 
+def _timed_layer(layer: Layer, watch: Stopwatch) -> Layer:
+    """A joined layer, its parts timed in C; any other as it is."""
+    if not isinstance(layer, JoinedLayer):
+        return layer
+
+    def run(hidden: Tensor, batch: Batch, cache: KvCache) -> Tensor:
+        spent_s = (ctypes.c_double * len(PARTS))()
+        hidden = layer.run(hidden, batch, cache, spent_s)
+        for name, seconds in zip(_JOINED, spent_s, strict=True):
+            watch.spent[name] += seconds
+        return hidden
+
+    return run
+
+
 def watched(kernels: Kernels, linear_names: Mapping[tuple[int, int], str], watch: Stopwatch) -> Kernels:
-    """The same, every call timed."""
+    """The same call by call, every one timed."""
 
     def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
         out, width = weight.shape
@@ -88,6 +124,7 @@ def watched(kernels: Kernels, linear_names: Mapping[tuple[int, int], str], watch
 
     return replace(
         kernels,
+        library=None,
         linear=linear,
         head=linear,
         attend=watch.timed("attention", kernels.attend),

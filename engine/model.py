@@ -10,8 +10,20 @@ from torch import Tensor
 
 from engine.attention import Look
 from engine.batch import Batch
+from engine.joined import joined
 from engine.kernels import Kernels
-from engine.layers import DecoderLayer, ExpertMlp, GatedMlp, HeadNorm, Heads, LmHead, Mlp, RmsNorm, SelfAttention
+from engine.layers import (
+    DecoderLayer,
+    ExpertMlp,
+    GatedMlp,
+    HeadNorm,
+    Heads,
+    Layer,
+    LmHead,
+    Mlp,
+    RmsNorm,
+    SelfAttention,
+)
 from engine.linear import Linear
 from engine.model_config import Experts, LayerConfig, MlpNames, ModelConfig
 from engine.rotary import rotary_tables
@@ -71,18 +83,20 @@ class _Builder:
     def norm(self, name: str) -> RmsNorm:
         return RmsNorm(self._norm_weight(name), self._config.rms_eps, self._kernels)
 
-    def layers(self) -> Iterator[DecoderLayer]:
-        names = self._config.names
+    def layers(self) -> Iterator[Layer]:
         for index, layer in enumerate(self._config.layers):
-            prefix = layer_prefix(index)
-            yield DecoderLayer(
-                self.norm(prefix + names.attention_norm),
-                self._attention(index, layer, prefix),
-                self._norm_or_none(prefix, names.attention_end_norm),
-                self.norm(prefix + names.mlp_norm),
-                self._mlp(prefix, names.mlp) if layer.experts is None else self._experts(prefix, layer.experts),
-                self._norm_or_none(prefix, names.mlp_end_norm),
-            )
+            yield joined(self._layer(index, layer), self._kernels)
+
+    def _layer(self, index: int, layer: LayerConfig) -> DecoderLayer:
+        names, prefix = self._config.names, layer_prefix(index)
+        return DecoderLayer(
+            self.norm(prefix + names.attention_norm),
+            self._attention(index, layer, prefix),
+            self._norm_or_none(prefix, names.attention_end_norm),
+            self.norm(prefix + names.mlp_norm),
+            self._mlp(prefix, names.mlp) if layer.experts is None else self._experts(prefix, layer.experts),
+            self._norm_or_none(prefix, names.mlp_end_norm),
+        )
 
     def _norm_weight(self, name: str) -> Tensor:
         return self._weights[f"{name}.weight"].to(self._device, torch.float32, copy=True) + self._config.norm_offset

@@ -15,15 +15,6 @@
 #define BLOCK_GROUPS (BLOCK / GROUP)
 #define STRIP 48 /* queries */
 
-typedef struct {
-    pages_args at;
-    const float *q; /* [rows][heads][head_dim], rows ldq floats apart */
-    float *out;     /* [rows][heads][head_dim] */
-    long heads, ldq, threads;
-    long reach; /* tokens that a row sees, its own included; 0: all */
-    double scale; /* of the scores */
-} attend_args;
-
 typedef struct { /* of a strip; all but `scores` live while blocks pass */
     float *q;            /* [queries][head_dim], scaled so that weights are powers of 2 */
     float *out;          /* [queries][head_dim], not yet divided by the sum of weights */
@@ -65,8 +56,10 @@ INLINE void score_tile(const attend_args *a, strip *s, const block *b, const int
     long dim = a->at.head_dim;
     tile t;
     UNROLL for (int j = 0; j < rows * groups; j++) UNROLL for (int i = 0; i < PARTS; i++) t.at[j].part[i] = splat(0.0f);
-    accumulate(&t, rows, groups, dim, s->q + query * dim, dim, b->keys + first, b->next_keys + first,
-               a->at.page_tokens * (is_bf16 ? 2 : 4), is_bf16);
+    long step = a->at.page_tokens * (is_bf16 ? 2 : 4);
+    stream keys = {.step = step, .step_ahead = step};
+    UNROLL for (int g = 0; g < groups; g++) keys.at[g] = b->keys[first + g], keys.ahead[g] = b->next_keys[first + g];
+    accumulate(&t, rows, groups, dim, s->q + query * dim, dim, &keys, is_bf16);
     UNROLL for (int m = 0; m < rows; m++) UNROLL for (int g = 0; g < groups; g++) UNROLL for (int i = 0; i < PARTS; i++)
         store(&s->scores[query + m][(first + g) * GROUP + i * LANES], t.at[m * groups + g].part[i]);
 }
@@ -112,13 +105,13 @@ INLINE void value_tile(const attend_args *a, strip *s, const block *b, const int
     UNROLL for (int m = 0; m < rows; m++) UNROLL for (int j = 0; j < groups * PARTS; j++)
         t.at[m * groups + j / PARTS].part[j % PARTS] = load(out + m * dim + j * LANES) * splat(s->shrink[query + m]);
     for (int n = 0; n < b->groups; n++) {
-        const char *values[4], *next[4];
+        stream values = {.step = dim * bytes, .step_ahead = dim * bytes};
         int tokens = b->tokens - n * GROUP < GROUP ? b->tokens - n * GROUP : GROUP;
         UNROLL for (int g = 0; g < groups; g++) {
-            values[g] = b->values[n] + (first + g) * GROUP * bytes;
-            next[g] = b->next_values[n] + (first + g) * GROUP * bytes;
+            values.at[g] = b->values[n] + (first + g) * GROUP * bytes;
+            values.ahead[g] = b->next_values[n] + (first + g) * GROUP * bytes;
         }
-        accumulate(&t, rows, groups, tokens, s->scores[query] + n * GROUP, BLOCK, values, next, dim * bytes, is_bf16);
+        accumulate(&t, rows, groups, tokens, s->scores[query] + n * GROUP, BLOCK, &values, is_bf16);
     }
     UNROLL for (int m = 0; m < rows; m++) UNROLL for (int j = 0; j < groups * PARTS; j++)
         store(out + m * dim + j * LANES, t.at[m * groups + j / PARTS].part[j % PARTS]);

@@ -93,14 +93,20 @@ typedef struct {
     group at[MAX_ROWS * 4];
 } tile;
 
-/* tile[m][g] += x[m][k] * w[g][k], k in order. ldx in floats, ldw in bytes; ahead[g] is what will be read next instead of w[g]. */
-INLINE void accumulate(tile *t, const int rows, const int groups, long depth, const float *x, long ldx,
-                       const char *const *w, const char *const *ahead, long ldw, const int is_bf16) {
+/* Weights, keys or values of a tile: for each group where they lie and what will be read after them, and bytes from one to the next. */
+typedef struct {
+    const char *at[4], *ahead[4];
+    long step, step_ahead;
+} stream;
+
+/* tile[m][g] += x[m][k] * w[g][k], k in order; ldx in floats. */
+INLINE void accumulate(tile *t, const int rows, const int groups, long depth, const float *x, long ldx, const stream *w,
+                       const int is_bf16) {
     for (long k = 0; k < depth; k++) {
         group weight[4];
         UNROLL for (int g = 0; g < groups; g++) {
-            __builtin_prefetch(ahead[g] + k * ldw);
-            weight[g] = load_group(w[g] + k * ldw, is_bf16);
+            __builtin_prefetch(w->ahead[g] + k * w->step_ahead);
+            weight[g] = load_group(w->at[g] + k * w->step, is_bf16);
         }
         UNROLL for (int m = 0; m < rows; m++) {
             vf value = splat(x[m * ldx + k]);
