@@ -31,22 +31,36 @@ typedef struct { /* tokens that some queries of a strip look at */
     int tokens, groups;
 } block;
 
+/* The first position that the row at `position` sees. */
+INLINE long first_seen(const attend_args *a, long position) {
+    return a->reach && position >= a->reach ? position - a->reach + 1 : 0;
+}
+
 /* Where K and V of the 16 tokens from `token` on lie. */
 INLINE void find_group(const attend_args *a, long sequence, long kv_head, long token, const char **keys, const char **values) {
     const pages_args *at = &a->at;
-    long bytes = element_bytes(at), slot = token % at->page_tokens, page = page_of(at, sequence, token);
+    uint32_t index = (uint32_t)token / (uint32_t)at->page_tokens; /* half as long as in 64 bits, and there are many */
+    long bytes = element_bytes(at), slot = token - (long)index * at->page_tokens;
+    long page = at->page_table[sequence * at->max_pages + index];
     *keys = page_part(at, page, 0, kv_head) + slot * bytes;
     *values = page_part(at, page, 1, kv_head) + slot * at->head_dim * bytes;
 }
 
-/* The tokens from `start` to `end`, at most a block of them; `length` is how many tokens there are in all. */
+/* The tokens from `start` to `end`, at most a block of them; `length` is how many tokens there are in all.
+ * After the last ones the next KV head's first are read, and after those of the last head the next sequence's. */
 INLINE block find_block(const attend_args *a, long sequence, long kv_head, long start, long end, long length) {
-    long tokens = end - start < BLOCK ? end - start : BLOCK;
+    long tokens = end - start < BLOCK ? end - start : BLOCK, next_start = start + BLOCK, next_sequence = sequence, next_head = kv_head;
     block b = {.start = start, .tokens = (int)tokens, .groups = (int)((tokens + GROUP - 1) / GROUP)};
+    if (next_start >= length) {
+        if (++next_head == a->at.kv_heads) next_head = 0, next_sequence = sequence + 1 < a->at.sequences ? sequence + 1 : sequence;
+        long last = a->at.positions[a->at.row_starts[next_sequence + 1] - 1];
+        next_start = first_seen(a, a->at.positions[a->at.row_starts[next_sequence]]) / BLOCK * BLOCK;
+        length = last + 1;
+    }
     for (int g = 0; g < b.groups; g++) {
-        long token = start + g * GROUP, next = token + BLOCK < length ? token + BLOCK : token;
-        find_group(a, sequence, kv_head, token, &b.keys[g], &b.values[g]);
-        find_group(a, sequence, kv_head, next, &b.next_keys[g], &b.next_values[g]);
+        long next = next_start + g * GROUP;
+        find_group(a, sequence, kv_head, start + g * GROUP, &b.keys[g], &b.values[g]);
+        find_group(a, next_sequence, next_head, next < length ? next : next_start, &b.next_keys[g], &b.next_values[g]);
     }
     return b;
 }
@@ -68,13 +82,7 @@ INLINE void score_tile(const attend_args *a, strip *s, const block *b, const int
 INLINE float largest(const float *row, int groups, float top) {
     vf lanes = splat(top);
     for (int i = 0; i < groups * GROUP; i += LANES) lanes = max_f(load(row + i), lanes);
-    for (int i = 0; i < LANES; i++) top = lanes[i] > top ? lanes[i] : top;
-    return top;
-}
-
-/* The first position that the row at `position` sees. */
-INLINE long first_seen(const attend_args *a, long position) {
-    return a->reach && position >= a->reach ? position - a->reach + 1 : 0;
+    return max_lane(lanes);
 }
 
 /* Turn the scores of one query into weights 2^(score - max), and keep the running maximum and sum. */

@@ -5,7 +5,7 @@
 #define AHEAD 1024 /* bytes of weights, times rows: the hardware's own prefetch stops at every memory page */
 #define ITEMS_PER_THREAD 4 /* so that none waits long for another */
 #define DEPTH 256 /* inputs that are summed by themselves: long sums in one piece lose digits, ten times as many at 2048 */
-#define BLOCK_BYTES (192 * 1024) /* of x: stays in the second-level cache while all weights pass by */
+#define BLOCK_BYTES (256 * 1024) /* of x: stays in the second-level cache while all weights pass by */
 
 /* Rows `row`.. times panels `first`..; of the `tiles` that read the same panels this is number `number`, and fetches its part of the next. */
 INLINE void run_tile(const linear_args *a, const int rows, const int groups, long row, long first, long number, long tiles,
@@ -72,10 +72,17 @@ static void run_items(const linear_args *a, long block_rows, long parts, long *n
     }
 }
 
+/* Rows of a block: all blocks of nearly equal height, in whole tiles. */
+static long blocked(const linear_args *a) {
+    long most = BLOCK_BYTES / (a->in * (long)sizeof(float)) / MAX_ROWS * MAX_ROWS;
+    if (most < MAX_ROWS) most = MAX_ROWS;
+    long blocks = (a->rows + most - 1) / most, rows = blocks ? (a->rows + blocks - 1) / blocks : 1;
+    return (rows + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
+}
+
 /* 0. */
 int linear_forward(const linear_args *a) {
-    long block_rows = BLOCK_BYTES / (a->in * (long)sizeof(float)) / MAX_ROWS * MAX_ROWS, next = 0;
-    if (block_rows < MAX_ROWS) block_rows = MAX_ROWS;
+    long block_rows = blocked(a), next = 0;
     long threads = team(a->threads, 2.0 * a->rows * a->in * a->out), blocks = (a->rows + block_rows - 1) / block_rows;
     long parts = threads == 1 ? 1 : (threads * ITEMS_PER_THREAD + blocks - 1) / blocks;
     if (threads == 1) run_items(a, block_rows, 1, &next);
