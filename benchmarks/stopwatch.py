@@ -13,10 +13,9 @@ from torch import Tensor
 
 from engine.batch import Batch, Chunk
 from engine.config_file import read_config
-from engine.joined import PARTS, JoinedLayer
+from engine.joined import PARTS, JoinedLayer, JoinedPass
 from engine.kernels import Kernels, MakeLinear, choose_kernels
 from engine.kv_cache import KvCache, kv_layout, page_format
-from engine.layers import Layer
 from engine.linear import Linear
 from engine.load import Engine, EngineConfig, choose_num_pages
 from engine.model import Model
@@ -39,6 +38,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.spent: defaultdict[str, float] = defaultdict(float)
+        self.joined_s = (ctypes.c_double * len(PARTS))()  # of joined layers, until `collect`
 
     def timed(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
         """The function, its time added up."""
@@ -50,6 +50,13 @@ class Stopwatch:
             return result
 
         return call
+
+    def collect(self) -> None:
+        """Take over what joined layers have spent."""
+        for index, name in enumerate(_JOINED):
+            if self.joined_s[index]:
+                self.spent[name] += self.joined_s[index]
+                self.joined_s[index] = 0.0
 
     def timed_maker(self, name: str, make: MakeLinear) -> MakeLinear:
         """Linear layers with their time added up."""
@@ -66,7 +73,9 @@ class _TimedRunner(Runner):
         self._watch = watch
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        return self._watch.timed("forward", super().run)(chunks)
+        logits = self._watch.timed("forward", super().run)(chunks)
+        self._watch.collect()
+        return logits
 
 
 @dataclass(frozen=True)
@@ -94,25 +103,22 @@ def bench_of(config: EngineConfig, *, by_call: bool) -> Bench:
     head = watch.timed_maker(LINEARS[-1], kernels.head)
     kernels = watched(kernels, names, watch) if by_call else replace(kernels, head=head)
     dtype: torch.dtype = getattr(torch, config.dtype)
-    model = Model(model_config, load_weights(folder, model_config), kernels, dtype, device)
-    model.layers = tuple(_timed_layer(layer, watch) for layer in model.layers)
+    model = _TimedModel(model_config, load_weights(folder, model_config), kernels, dtype, device)
+    model.watch = watch
     card = ModelCard("model", model_config.vocab_size, model_config.window, (), "", layout, exact=kernels.exact)
     return Bench(Engine(card, _TimedRunner(model, cache, watch), cache), watch, names, dtype.itemsize)
 
 
-def _timed_layer(layer: Layer, watch: Stopwatch) -> Layer:
-    """A joined layer, its parts timed in C; any other as it is."""
-    if not isinstance(layer, JoinedLayer):
-        return layer
+class _TimedModel(Model):
+    """Parts of joined layers are timed in C."""
 
-    def run(hidden: Tensor, batch: Batch, cache: KvCache) -> Tensor:
-        spent_s = (ctypes.c_double * len(PARTS))()
-        hidden = layer.run(hidden, batch, cache, spent_s)
-        for name, seconds in zip(_JOINED, spent_s, strict=True):
-            watch.spent[name] += seconds
-        return hidden
+    watch: Stopwatch
 
-    return run
+    def over(self, batch: Batch, cache: KvCache) -> Callable[[int, Tensor], Tensor]:
+        layers = [layer for layer in self.layers if isinstance(layer, JoinedLayer)]
+        if not layers:
+            return super().over(batch, cache)
+        return JoinedPass(layers, batch, cache, self.watch.joined_s)
 
 
 def watched(kernels: Kernels, linear_names: Mapping[tuple[int, int], str], watch: Stopwatch) -> Kernels:

@@ -6,6 +6,7 @@ At batch 1 the calls between the linear layers cost more in Python than in C, an
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from engine.layers import DecoderLayer, GatedMlp, Layer, RmsNorm
 from engine.linear import LinearArgs, NativeLinear
 from engine.native import Library
 
+Spent = ctypes.Array[ctypes.c_double]
 PARTS = ("norms", "qkv", "rotation", "kv_write", "attention", "out", "gate_up", "activation", "down")
 
 
@@ -48,11 +50,18 @@ class JoinedLayer:
         ]
         tables = [rotary.cos.contiguous(), rotary.sin.contiguous()]
         self._alive = (linears, norms, tables)  # what `_args` points to
-        self._library = library
-        self._index = attention.index
-        self._hidden_size = linears[0].args.in_
-        window, half = rotary.cos.shape
-        numbers = (attention.heads.num, half, window, attention.look.reach or 0, int(is_gelu), library.threads)
+        self.library = library
+        self.hidden_size = linears[0].args.in_
+        self.window, half = rotary.cos.shape
+        numbers = (
+            attention.index,
+            attention.heads.num,
+            half,
+            self.window,
+            attention.look.reach or 0,
+            int(is_gelu),
+            library.threads,
+        )
         self._args = _LayerArgs(
             *(linear.args for linear in linears),
             *(None if norm is None else norm.data_ptr() for norm in norms),
@@ -61,32 +70,43 @@ class JoinedLayer:
             layer.attention_norm.eps,
             attention.look.scale,
         )
-        self._address = ctypes.addressof(self._args)
+        self.address = ctypes.addressof(self._args)  # good while we live
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: KvCache) -> Tensor:
         """See `Layer`. Raises IndexError for a page or a position that there is not."""
-        return self.run(hidden, batch, cache, None)
+        return JoinedPass([self], batch, cache)(0, hidden)
 
-    def run(
-        self, hidden: Tensor, batch: Batch, cache: KvCache, spent_s: "ctypes.Array[ctypes.c_double] | None"
-    ) -> Tensor:
-        """The same; the time of each of `PARTS` is added to `spent_s`."""
-        if hidden.shape != (batch.num_rows, self._hidden_size) or not hidden.is_contiguous():
-            raise ValueError(f"expected {batch.num_rows} rows of {self._hidden_size}, got {list(hidden.shape)}")
-        if hidden.dtype != torch.float32:
-            raise ValueError(f"expected fp32 rows, got {hidden.dtype}")
-        call = _LayerCall(
-            self._address,
-            pages_args(cache, self._index, batch),
-            hidden.data_ptr(),
-            batch.num_rows,
-            None if spent_s is None else ctypes.addressof(spent_s),
-        )
-        status = self._library.call("decoder_layer", call)
+
+class JoinedPass:
+    """The layers over one batch. What they are told is laid out once: between two layers Python has next to no work."""
+
+    def __init__(
+        self, layers: Sequence[JoinedLayer], batch: Batch, cache: KvCache, spent_s: "Spent | None" = None
+    ) -> None:
+        """`spent_s` for each of `PARTS` is added to, where it is given."""
+        self._layers = layers
+        self._alive = (batch, cache, spent_s)  # what `_call` points to
+        self._cache = cache
+        self._hidden: Tensor | None = None
+        spent = None if spent_s is None else ctypes.addressof(spent_s)
+        self._call = _LayerCall(None, pages_args(cache, 0, batch), None, batch.num_rows, spent)
+
+    def __call__(self, index: int, hidden: Tensor) -> Tensor:
+        """Layer `index`: hidden rows [T, hidden] to the same tensor. Raises IndexError, ValueError."""
+        layer = self._layers[index]
+        if hidden is not self._hidden:
+            self._take(hidden, layer.hidden_size)
+        self._call.layer = layer.address
+        status = layer.library.call("decoder_layer", self._call)
         if status == -3:
-            raise IndexError(f"a position is outside the rotary tables, which end at {self._args.window}")
-        check_status(status, cache)
+            raise IndexError(f"a position is outside the rotary tables, which end at {layer.window}")
+        check_status(status, self._cache)
         return hidden
+
+    def _take(self, hidden: Tensor, size: int) -> None:
+        if hidden.shape != (self._call.rows, size) or not hidden.is_contiguous() or hidden.dtype != torch.float32:
+            raise ValueError(f"expected {self._call.rows} rows of {size} in fp32, got {list(hidden.shape)}")
+        self._hidden, self._call.hidden = hidden, hidden.data_ptr()
 
 
 def _weight(norm: RmsNorm | None) -> Tensor | None:
@@ -104,7 +124,7 @@ class _LayerArgs(ctypes.Structure):
         *_fields(LinearArgs, "qkv", "out", "gate_up", "down"),
         *_fields(ctypes.c_void_p, "attention_norm", "head_norm", "attention_end_norm", "mlp_norm", "mlp_end_norm"),
         *_fields(ctypes.c_void_p, "cos", "sin"),
-        *_fields(ctypes.c_long, "heads", "half", "window", "reach", "is_gelu", "threads"),
+        *_fields(ctypes.c_long, "index", "heads", "half", "window", "reach", "is_gelu", "threads"),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_double),
     ]

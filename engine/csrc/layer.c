@@ -18,14 +18,14 @@ typedef struct {
     linear_args qkv, out, gate_up, down; /* without x, y, ldx and rows */
     const float *attention_norm, *head_norm, *attention_end_norm, *mlp_norm, *mlp_end_norm; /* null: there is none */
     const float *cos, *sin; /* [window][half] */
-    long heads, half, window, reach, is_gelu, threads;
+    long index, heads, half, window, reach, is_gelu, threads;
     float eps;
     double scale;
 } layer_args;
 
 typedef struct {
     const layer_args *layer;
-    pages_args at;
+    pages_args at; /* whatever its layer */
     float *hidden; /* [rows][hidden], in place */
     long rows;
     double *spent; /* null, or seconds by part: is added to */
@@ -116,8 +116,10 @@ static void mlp_half(const layer_call *c, long row, long rows, float *normed, fl
 static long larger(long a, long b) { return a > b ? a : b; }
 
 /* 0; -1 when the page table is wrong; -2 without memory; -3 when a position is not in the rotary tables. */
-int decoder_layer(const layer_call *c) {
+int decoder_layer(const layer_call *given) {
+    layer_call own = *given, *c = &own;
     const layer_args *l = c->layer;
+    c->at.layer = l->index;
     long block = c->rows < MLP_ROWS ? c->rows : MLP_ROWS, normed = c->rows * l->qkv.in;
     long first = larger(c->rows * l->qkv.out, block * l->gate_up.out), second = larger(c->rows * l->out.in, block * l->down.in);
     float *scratch = malloc((normed + first + second) * sizeof(float));
