@@ -19,6 +19,7 @@ class Timed:
     tpot_s: float
     num_tokens: int
     exposed_s: float  # from the first token to the second
+    times_s: tuple[float, ...] = ()  # when each token came, on the client's clock
 
 
 def request(num_prompt: int, num_output: int, seed: int) -> pb.GenerateRequest:
@@ -38,7 +39,7 @@ async def timed(stub: "generation_pb2_grpc.GenerationServiceAsyncStub", message:
         times += [time.perf_counter()] * len(response.delta.token_ids)
     assert len(times) == message.stopping.max_tokens, f"{len(times)} tokens came"
     tpot_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
-    return Timed(times[0] - began, tpot_s, len(times), times[1] - times[0] if len(times) > 1 else 0.0)
+    return Timed(times[0] - began, tpot_s, len(times), times[1] - times[0] if len(times) > 1 else 0.0, tuple(times))
 
 
 async def closed_loop(address: str, messages: list[pb.GenerateRequest], concurrency: int) -> tuple[list[Timed], float]:
