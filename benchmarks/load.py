@@ -24,7 +24,8 @@ class Timed:
 
 def request(num_prompt: int, num_output: int, seed: int) -> pb.GenerateRequest:
     """Random token ids (never the same prompt twice), greedy, exactly `num_output` tokens."""
-    ids = [random.Random(seed).randrange(100, 40_000) for _ in range(num_prompt)]
+    draw = random.Random(seed)
+    ids = [draw.randrange(100, 40_000) for _ in range(num_prompt)]
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
     message.sampling.temperature = 0
     message.stopping.max_tokens = num_output

@@ -61,13 +61,14 @@ def latency(address: str, num_prompt: int, num_output: int, repeats: int) -> dic
     }
 
 
-def throughput(address: str, concurrency: int, num_requests: int) -> dict[str, float]:
+def throughput(address: str, concurrency: int, num_requests: int, round_: int = 0) -> dict[str, float]:
     """Output tokens per second at a fixed concurrency: 256 in, 128 out.
 
     whole: from the first start to the last end, which for as many requests as run at once is one wave; steady: in the
-    middle half of that time.
+    middle half of that time. Every round has prompts of its own, as workers remember what they have computed.
     """
-    messages = [request(256, 128, 1000 * concurrency + num_requests + seed) for seed in range(num_requests)]
+    first_seed = 10**6 * concurrency + 10**3 * (num_requests + round_)
+    messages = [request(256, 128, first_seed + index) for index in range(num_requests)]
     answers, wall_s = asyncio.run(closed_loop(address, messages, concurrency))
     times = sorted(time_s for each in answers for time_s in each.times_s)
     end_s = times[-1] - wall_s / 4
@@ -77,8 +78,8 @@ def throughput(address: str, concurrency: int, num_requests: int) -> dict[str, f
 
 def rates(address: str, concurrency: int, repeats: int = 3) -> dict[str, list[float]]:
     """One wave; a closed loop of four; and the middle of that loop."""
-    waves = [throughput(address, concurrency, concurrency) for _ in range(repeats)]
-    loops = [throughput(address, concurrency, 4 * concurrency) for _ in range(repeats)]
+    waves = [throughput(address, concurrency, concurrency, round_) for round_ in range(repeats)]
+    loops = [throughput(address, concurrency, 4 * concurrency, round_) for round_ in range(repeats)]
     return {
         "one wave": [each["whole"] for each in waves],
         "four waves": [each["whole"] for each in loops],
