@@ -52,7 +52,7 @@ def cluster(flags: Sequence[str]) -> Iterator[tuple[str, float]]:
 
 def latency(address: str, num_prompt: int, num_output: int, repeats: int) -> dict[str, Any]:
     """One request at a time."""
-    messages = [request(num_prompt, num_output, seed) for seed in range(repeats)]
+    messages = [request(num_prompt, num_output, 1000 * num_prompt + index) for index in range(repeats)]
     answers, _ = asyncio.run(closed_loop(address, messages, 1))
     return {
         "ttft_ms": spread([1000 * each.ttft_s for each in answers]),
