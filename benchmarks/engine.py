@@ -51,7 +51,8 @@ def decode_parts(bench: Bench, batch: int, context: int, steps: int) -> Parts:
     """A step of `batch` greedy requests of about `context` tokens each, all in one worker."""
     worker = DecodeWorker(bench.engine, WorkerId("decode-0"), Incarnation("bench"), max_batch=batch)
     for row in range(batch):
-        _begin(worker, bench, _request(row, context - steps // 2, steps + WARM_UP + 2))
+        vocab_size = bench.engine.card.vocab_size
+        _begin(worker, bench, _request(row, context - steps // 2, steps + WARM_UP + 2, vocab_size))
     worker.step()
     rounds = [_round(worker, bench.watch) for _ in range(WARM_UP + steps)][WARM_UP:]
     logits = torch.randn(batch, bench.engine.card.vocab_size) * 2
@@ -66,8 +67,8 @@ def _round(worker: DecodeWorker, watch: Stopwatch) -> Parts:
     return {name: 1000 * seconds for name, seconds in watch.spent.items()}
 
 
-def _request(row: int, length: int, max_tokens: int) -> WorkRequest:
-    token_ids = tuple(100 + (7919 * row + i) % 30_000 for i in range(length))
+def _request(row: int, length: int, max_tokens: int, vocab_size: int) -> WorkRequest:
+    token_ids = tuple((7919 * row + i) % vocab_size for i in range(length))
     return WorkRequest(f"row {row}", token_ids, length, SAMPLINGS["sampling, greedy"], max_tokens)
 
 
@@ -110,7 +111,7 @@ def _prompt(bench: Bench, num_tokens: int) -> Parts:
     bench.watch.spent.clear()
     for start in range(0, num_tokens, CHUNK_TOKENS):
         end = min(start + CHUNK_TOKENS, num_tokens)
-        token_ids = [100 + 7919 * i % 30_000 for i in range(start, end)]
+        token_ids = [7919 * i % bench.engine.card.vocab_size for i in range(start, end)]
         bench.engine.runner.run([Chunk(token_ids, start, pages, sample=end == num_tokens)])
     return _rest({name: 1000 * seconds for name, seconds in bench.watch.spent.items()})
 
