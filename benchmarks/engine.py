@@ -9,6 +9,7 @@ prompts' KV is zeros, which costs what any other does. Of every part the quickes
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,20 +51,20 @@ class _Zeros:
 def decode_parts(bench: Bench, batch: int, context: int, steps: int) -> Parts:
     """A step of `batch` greedy requests of about `context` tokens each, all in one worker."""
     worker = DecodeWorker(bench.engine, WorkerId("decode-0"), Incarnation("bench"), max_batch=batch)
-    for row in range(batch):
-        vocab_size = bench.engine.card.vocab_size
-        _begin(worker, bench, _request(row, context - steps // 2, steps + WARM_UP + 2, vocab_size))
+    vocab_size = bench.engine.card.vocab_size
+    requests = [_request(row, context - steps // 2, steps + WARM_UP + 2, vocab_size) for row in range(batch)]
+    _begin(worker, bench, requests)
     worker.step()
-    rounds = [_round(worker, bench.watch) for _ in range(WARM_UP + steps)][WARM_UP:]
+    rounds = [_round(worker, bench.watch, batch) for _ in range(WARM_UP + steps)][WARM_UP:]
     logits = torch.randn(batch, bench.engine.card.vocab_size) * 2
     parts = [_rest(each | _sampling(logits)) for each in rounds]
     return {name: min(each[name] for each in parts) for name in parts[0]}
 
 
-def _round(worker: DecodeWorker, watch: Stopwatch) -> Parts:
+def _round(worker: DecodeWorker, watch: Stopwatch, batch: int) -> Parts:
     watch.spent.clear()
     update = watch.timed("step", worker.step)()
-    assert update.emitted
+    assert len(update.emitted) == batch
     return {name: 1000 * seconds for name, seconds in watch.spent.items()}
 
 
@@ -72,16 +73,18 @@ def _request(row: int, length: int, max_tokens: int, vocab_size: int) -> WorkReq
     return WorkRequest(f"row {row}", token_ids, length, SAMPLINGS["sampling, greedy"], max_tokens)
 
 
-def _begin(worker: DecodeWorker, bench: Bench, request: WorkRequest) -> None:
-    """Reserve, land zeros, adopt."""
+def _begin(worker: DecodeWorker, bench: Bench, requests: Sequence[WorkRequest]) -> None:
+    """Reserve for all, then land zeros and adopt: no step before the last has come."""
     layout = bench.engine.card.kv_layout
-    worker.submit(Reserve(0, 0, request, whole=True))
-    ticket = worker.step().reserved[0].outcome
-    assert isinstance(ticket, Ticket), ticket
-    num_pages = layout.pages_for(len(request.token_ids))
-    run = PageRun(ticket.counter, ticket.cached_pages, num_pages, 0, layout.num_layers)
-    worker.submit(Landed(run, _Zeros(torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8))))
-    worker.submit(Decode(0, ticket, Token(0, 9)))
+    for request in requests:
+        worker.submit(Reserve(0, 0, request, whole=True))
+    tickets = [reserved.outcome for reserved in worker.step().reserved]
+    for request, ticket in zip(requests, tickets, strict=True):
+        assert isinstance(ticket, Ticket), ticket
+        num_pages = layout.pages_for(len(request.token_ids))
+        run = PageRun(ticket.counter, ticket.cached_pages, num_pages, 0, layout.num_layers)
+        worker.submit(Landed(run, _Zeros(torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8))))
+        worker.submit(Decode(0, ticket, Token(0, 9)))
 
 
 def _sampling(logits: torch.Tensor) -> Parts:
