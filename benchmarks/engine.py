@@ -21,12 +21,13 @@ from cluster.model_store import resolve
 from decode_worker.commands import Decode, Landed, Reserve
 from decode_worker.worker import DecodeWorker
 from engine.batch import Chunk
-from engine.floors import decode_floor, model_cost, prefill_floor
+from engine.floors import decode_floor, prefill_floor
 from engine.load import EngineConfig
 from engine.measure import Measured, measure
 from engine.sampler import Step, sample
 from pdserve.handover import PageRun
 from pdserve.request import Incarnation, Sampling, Ticket, Token, WorkerId, WorkRequest
+from pdserve.speed import Limits, Work
 
 Parts = dict[str, float]  # milliseconds by what they went to
 CHUNK_TOKENS = 256  # what a prefill worker computes at once, if not told otherwise
@@ -96,11 +97,11 @@ def _sampling(logits: torch.Tensor) -> Parts:
 
 
 def _rest(parts: Parts) -> Parts:
-    """What no kernel took of the forward, and what is neither forward nor sampling of the step."""
+    """What no kernel took of the forward, and what else there is of a step."""
     inside = sum(spent for name, spent in parts.items() if name not in ("step", "forward", *SAMPLINGS))
     parts["forward: Python, additions, embedding"] = parts["forward"] - inside
     if "step" in parts:
-        parts["tickets, pages, updates"] = parts["step"] - parts["forward"] - parts["sampling, greedy"]
+        parts["step without forward: greedy sampling, tickets"] = parts["step"] - parts["forward"]
     return parts
 
 
@@ -119,29 +120,31 @@ def _prompt(bench: Bench, num_tokens: int) -> Parts:
     return _rest({name: 1000 * seconds for name, seconds in bench.watch.spent.items()})
 
 
-def floors(bench: Bench, measured: Measured, rows: int, head_rows: int) -> Parts:
-    """Of each linear layer: all its weights read once, or all its products, whichever takes longer."""
-    result = {}
+def floors(bench: Bench, limits: Limits, spans: Sequence[tuple[int, int]]) -> Parts:
+    """A linear layer: its weights read once, or its products; attention: KV read once, or its products; whichever takes
+    longer. Of a pass over rows of several sequences: first position and number of rows of each."""
+    cost, rows = bench.cost, sum(count for _, count in spans)
+    whole, result = cost.work(spans, len(spans)), {}
     for (out, width), name in bench.linear_names.items():
         count = 1 if name == LINEARS[-1] else bench.engine.card.kv_layout.num_layers
-        products = 2.0 * out * width * (head_rows if name == LINEARS[-1] else rows)
-        read_s = out * width * bench.weight_bytes / measured.limits.read_bytes_per_s
-        result[name] = 1000 * count * max(read_s, products / measured.limits.flops_per_s)
-    return result
+        products = 2.0 * out * width * (len(spans) if name == LINEARS[-1] else rows)
+        work = Work(flops=count * products, read_bytes=float(count * out * width * bench.weight_bytes))
+        result[name] = 1000 * limits.floor_s(work)
+        whole = Work(flops=whole.flops - work.flops, read_bytes=whole.read_bytes - work.read_bytes)
+    return result | {"attention": 1000 * limits.floor_s(whole)}
 
 
 def profile(bench: Bench, measured: Measured, given: argparse.Namespace) -> dict[str, Any]:
     """All of it; milliseconds."""
-    cost = model_cost(bench.engine.runner.model.config, bench.engine.card.kv_layout)
     columns = {}
     for batch in given.batches:
-        whole = decode_floor(cost, measured.limits, batch, given.context).floor_ms
-        lower = floors(bench, measured, batch, batch) | {"forward": whole, "step": whole}
+        whole = decode_floor(bench.cost, measured.limits, batch, given.context).floor_ms
+        lower = floors(bench, measured.limits, [(given.context - 1, 1)] * batch) | {"forward": whole, "step": whole}
         parts = decode_parts(bench, batch, given.context, given.steps)
         columns[f"decode, {batch} x {given.context}"] = {"parts": parts, "floors": lower}
     if given.prompt:
-        whole = prefill_floor(cost, measured.limits, given.prompt).floor_ms
-        lower = floors(bench, measured, given.prompt, 1) | {"forward": whole}
+        whole = prefill_floor(bench.cost, measured.limits, given.prompt).floor_ms
+        lower = floors(bench, measured.limits, [(0, given.prompt)]) | {"forward": whole}
         columns[f"prefill, {given.prompt}"] = {"parts": prefill_parts(bench, given.prompt, 2), "floors": lower}
     rates = {"read GB/s": measured.read_bytes_per_s / 1e9}
     rates |= {f"{name} GFLOP/s": rate / 1e9 for name, rate in measured.flops_per_s.items()}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.batch import Batch, Chunk
 from engine.config_file import read_config
+from engine.floors import ModelCost, model_cost
 from engine.joined import PARTS, JoinedLayer, JoinedPass
 from engine.kernels import Kernels, MakeLinear, choose_kernels
 from engine.kv_cache import KvCache, kv_layout, page_format
@@ -86,6 +87,7 @@ class Bench:
     watch: Stopwatch
     linear_names: Mapping[tuple[int, int], str]  # by [out, in]
     weight_bytes: int
+    cost: ModelCost
 
 
 def bench_of(config: EngineConfig, *, by_call: bool) -> Bench:
@@ -106,7 +108,8 @@ def bench_of(config: EngineConfig, *, by_call: bool) -> Bench:
     model = _TimedModel(model_config, load_weights(folder, model_config), kernels, dtype, device)
     model.watch = watch
     card = ModelCard("model", model_config.vocab_size, model_config.window, (), "", layout, exact=kernels.exact)
-    return Bench(Engine(card, _TimedRunner(model, cache, watch), cache), watch, names, dtype.itemsize)
+    engine = Engine(card, _TimedRunner(model, cache, watch), cache)
+    return Bench(engine, watch, names, dtype.itemsize, model_cost(model_config, layout))
 
 
 class _TimedModel(Model):
