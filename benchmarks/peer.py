@@ -12,10 +12,9 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -117,16 +116,11 @@ def ttft_ms(endpoint: Endpoint, num_prompt: int) -> float:
     return 1000 * ask(endpoint, num_prompt, 2).ttft_s
 
 
-def repeated(figure: Callable[[], float], times: int = 3) -> list[float]:
-    """The same measurement some times over."""
-    return [figure() for _ in range(times)]
-
-
 def measure(endpoint: Endpoint, concurrencies: Sequence[int]) -> dict[str, list[float]]:
     """Every figure's values, after one request that warms the server up."""
     ask(endpoint, *LOAD)
-    found = {f"TTFT {n} tokens, ms": repeated(partial(ttft_ms, endpoint, n)) for n in (512, 2000)}
-    found["TPOT, ms"] = repeated(lambda: 1000 * ask(endpoint, *SHORT).tpot_s)
+    found = {f"TTFT {n} tokens, ms": [ttft_ms(endpoint, n) for _ in range(3)] for n in (512, 2000)}
+    found["TPOT, ms"] = [1000 * ask(endpoint, *SHORT).tpot_s for _ in range(3)]
     for c in concurrencies:
         found[f"wave at {c}, tokens/s"] = [rate(closed_loop(endpoint, c, 1)) for _ in range(3)]
         loop = closed_loop(endpoint, c, PER_CLIENT)
