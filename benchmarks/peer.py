@@ -4,7 +4,7 @@
 
 Prompts are random token ids, never the same twice; answers are greedy, streamed, and run to their last token. A wave is
 `concurrency` requests sent at once, prefill included; a loop sends each client's next request when its last one ends,
-five per client. A loop gives two rates: over the whole of it, and steady, between the first end and the last start.
+four per client. A loop gives two rates: over the whole of it, and steady, between the first end and the last start.
 Nothing here is pdserve's, nor outside the standard library, so it runs in the peer's environment as well.
 """
 
@@ -12,7 +12,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 LOAD = (256, 128)  # tokens of prompt and completion where throughput is measured
 SHORT = (128, 64)  # and where TPOT is
 VOCABULARY = range(100, 40_000)
-PER_CLIENT = 5
+PER_CLIENT = 4  # as in `make bench`
 REQUEST_LIMIT_S = 300.0
 
 
@@ -116,17 +116,17 @@ def ttft_ms(endpoint: Endpoint, num_prompt: int) -> float:
     return 1000 * ask(endpoint, num_prompt, 2).ttft_s
 
 
-def measure(endpoint: Endpoint, concurrencies: Sequence[int]) -> dict[str, list[float]]:
-    """Every figure's values, after one request that warms the server up."""
+def measure(endpoint: Endpoint, concurrencies: Sequence[int]) -> Iterator[tuple[str, list[float]]]:
+    """Every figure's name and values, one after the other, after one request that warms the server up."""
     ask(endpoint, *LOAD)
-    found = {f"TTFT {n} tokens, ms": [ttft_ms(endpoint, n) for _ in range(3)] for n in (512, 2000)}
-    found["TPOT, ms"] = [1000 * ask(endpoint, *SHORT).tpot_s for _ in range(3)]
+    for num_prompt in (512, 2000):
+        yield f"TTFT {num_prompt} tokens, ms", [ttft_ms(endpoint, num_prompt) for _ in range(3)]
+    yield "TPOT, ms", [1000 * ask(endpoint, *SHORT).tpot_s for _ in range(3)]
     for c in concurrencies:
-        found[f"wave at {c}, tokens/s"] = [rate(closed_loop(endpoint, c, 1)) for _ in range(3)]
+        yield f"wave at {c}, tokens/s", [rate(closed_loop(endpoint, c, 1)) for _ in range(3)]
         loop = closed_loop(endpoint, c, PER_CLIENT)
-        found[f"loop at {c}, tokens/s"] = [rate(loop)]
-        found[f"steady at {c}, tokens/s"] = [steady_rate(loop)]
-    return found
+        yield f"loop at {c}, tokens/s", [rate(loop)]
+        yield f"steady at {c}, tokens/s", [steady_rate(loop)]
 
 
 def main() -> None:
@@ -137,9 +137,10 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 16])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    found = measure(Endpoint(arguments.url, arguments.model), arguments.concurrency)
-    for name, values in found.items():
-        print(f"| {name} | {median(values):.1f} [{min(values):.1f}..{max(values):.1f}] |")
+    found = {}
+    for name, values in measure(Endpoint(arguments.url, arguments.model), arguments.concurrency):
+        found[name] = values
+        print(f"| {name} | {median(values):.1f} [{min(values):.1f}..{max(values):.1f}] |", flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
