@@ -15,6 +15,7 @@ from router.policy import Known, choose, open_prefills
 from router.waiting_room import Arrival, Seat, WaitingRoom
 
 NO_WORKER_LIMIT_S = 30.0  # a restarted worker is back well before
+BESIDE_TOKENS = 2**31  # what a worker counts as knowing that holds the prompt for another choice: more than any load
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Wish:
 
     work: WorkRequest
     resumes: bool  # an earlier attempt failed
+    beside: Incarnation | None = None  # the decode worker that holds the prompt already, for another choice
 
 
 @dataclass(eq=False)
@@ -57,9 +59,9 @@ class Dispatcher:
         self._chunk_tokens = chunk_tokens
         self._affinity = Affinity()
 
-    def arrive(self, priority: int) -> Arrival:
-        """A request comes for the first time; all its attempts are as old as this."""
-        return self._room.arrive(priority)
+    def arrive(self, priority: int, *, follows: bool = False) -> Arrival:
+        """A request comes for the first time, or a choice of one that is in; all its attempts are as old as this."""
+        return self._room.arrive(priority, follows=follows)
 
     @asynccontextmanager
     async def admit(self, wish: Wish, arrival: Arrival) -> AsyncIterator[Legs]:
@@ -96,7 +98,11 @@ class Dispatcher:
         if not self._directory.prefills:
             return lambda _: 0
         prefix = _prefix(wish, self._directory.prefills[0])
-        return lambda incarnation: self._affinity.known_tokens(prefix, incarnation)
+
+        def known(incarnation: Incarnation) -> int:
+            return BESIDE_TOKENS if incarnation == wish.beside else self._affinity.known_tokens(prefix, incarnation)
+
+        return known
 
     def _note(self, legs: Legs, wish: Wish) -> None:
         """The prompt goes to these legs."""

@@ -21,6 +21,7 @@ class Arrival:
 
     priority: int
     age: int
+    follows: bool = False  # a further choice of a request that was let in
 
 
 @dataclass(order=True)
@@ -35,7 +36,7 @@ class Seat:
 
 
 class WaitingRoom:
-    """A line of at most `limit` new requests; resumed ones are let in whatever its length."""
+    """A line of at most `limit` new requests; resumed ones and further choices are let in whatever its length."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -46,13 +47,13 @@ class WaitingRoom:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def arrive(self, priority: int) -> Arrival:
+    def arrive(self, priority: int, *, follows: bool = False) -> Arrival:
         """A request comes for the first time."""
-        return Arrival(priority, next(self._ages))
+        return Arrival(priority, next(self._ages), follows)
 
     def enter(self, arrival: Arrival, *, resumes: bool) -> Seat:
         """Take a seat. Raises QueueFull."""
-        if self._num_waiting >= self._limit and not resumes:
+        if self._num_waiting >= self._limit and not (resumes or arrival.follows):
             raise QueueFull(f"{self._num_waiting} requests wait already, the limit is {self._limit}", RETRY_AFTER_S)
         seat = Seat(arrival.priority, not resumes, arrival.age)
         heapq.heappush(self._line, seat)

@@ -51,7 +51,7 @@ class Player:
         self.adopted: list[int] = []
         self.num_computed = 0
 
-    def arrive(self, priority: int) -> Arrival:
+    def arrive(self, priority: int, *, follows: bool = False) -> Arrival:
         return Arrival(priority, age=5)
 
     @asynccontextmanager
