@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.generate import bars
+from cluster.answers import bars
 from pdserve import rpc
 from pdserve.errors import InvalidRequest, ModelNotFound, QueueFull
 from pdserve.v1 import cluster_pb2 as cpb
