@@ -66,9 +66,9 @@ class Workers:
             return ids(legs)
 
     @asynccontextmanager
-    async def admitted(self, work: WorkRequest, *, resumes: bool = False) -> AsyncIterator[Legs]:
-        arrival = self.dispatcher.arrive(0)
-        async with asyncio.timeout(2), self.dispatcher.admit(Wish(work, resumes), arrival) as legs:
+    async def admitted(self, work: WorkRequest, *, resumes: bool = False, beside: str = "") -> AsyncIterator[Legs]:
+        arrival, wish = self.dispatcher.arrive(0), Wish(work, resumes, Incarnation(f"{beside}!") if beside else None)
+        async with asyncio.timeout(2), self.dispatcher.admit(wish, arrival) as legs:
             yield legs
 
 
@@ -171,6 +171,21 @@ async def test_a_prompt_goes_where_its_beginning_is_known_and_counts_less_there(
     async with workers.admitted(replace(request(50), prompt_logprobs=0)):
         assert workers.clients["p1"].queued_tokens == 50, "a prompt that is scored is computed as a whole"
     async with workers.admitted(request(50, start=100)) as legs:
+        assert ids(legs) == ("p0", "d0")
+
+
+async def test_a_further_choice_goes_where_the_first_one_is_unless_there_is_no_room() -> None:
+    workers = Workers()
+    workers.clients["d1"].num_tickets = workers.clients["d1"].room = 9
+    async with workers.admitted(request(), beside="d0") as legs:
+        assert ids(legs) == ("p0", "d0")
+    async with workers.admitted(request(), beside="d1") as legs:
+        assert ids(legs) == ("p0", "d0")
+    assert len(workers.clients["d1"].asked) == 1
+    workers.clients["d1"].room = 10
+    async with workers.admitted(request(), beside="d1") as legs:
+        assert ids(legs) == ("p0", "d1")
+    async with workers.admitted(request(), beside="gone") as legs:
         assert ids(legs) == ("p0", "d0")
 
 

@@ -52,7 +52,7 @@ class Player:
         self.num_computed = 0
 
     def arrive(self, priority: int, *, follows: bool = False) -> Arrival:
-        return Arrival(priority, age=5)
+        return Arrival(priority, age=5, follows=follows)
 
     @asynccontextmanager
     async def admit(self, wish: Wish, arrival: Arrival) -> AsyncIterator[Legs]:
@@ -151,6 +151,14 @@ async def test_a_prefill_worker_that_goes_on_where_nobody_decodes_is_a_fault_of_
         )
     )
     assert (record.completion_tokens, record.resumes) == (2, 1)
+
+
+async def test_a_further_choice_asks_to_be_where_the_first_one_is_now() -> None:
+    lead = await run(Player(Play(Sampled(token(0), 33, 0), [token(1, "length")])))
+    player = Player(Play(Sampled(token(0, "length"), 1, 32)))
+    async for _ in Pipeline(player).generate(WORK, 3, RequestRecord(0.0, lead)):  # type: ignore[arg-type]
+        pass
+    assert [(wish.beside, arrival.follows) for wish, arrival in player.admitted] == [("decode", True)]
 
 
 async def test_the_first_token_that_finishes_is_not_adopted() -> None:

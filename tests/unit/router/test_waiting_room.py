@@ -34,6 +34,13 @@ async def test_a_full_room_says_when_to_try_again() -> None:
     enter(room, 0)
 
 
+async def test_a_full_room_lets_further_choices_of_a_request_in() -> None:
+    room = WaitingRoom(1)
+    enter(room, 0)
+    room.enter(room.arrive(0, follows=True), resumes=False)
+    assert len(room) == 2
+
+
 async def test_only_the_first_gets_a_turn_and_a_leaver_lets_the_next_in() -> None:
     room = WaitingRoom(10)
     first, second = enter(room, 0), enter(room, 0)
