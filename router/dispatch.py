@@ -24,7 +24,8 @@ class Wish:
 
     work: WorkRequest
     resumes: bool  # an earlier attempt failed
-    beside: Incarnation | None = None  # the decode worker that holds the prompt already, for another choice
+    follows: bool = False  # another choice of the same request went ahead
+    beside: Incarnation | None = None  # the decode worker that holds the prompt for that one
 
 
 @dataclass(eq=False)
@@ -59,16 +60,16 @@ class Dispatcher:
         self._chunk_tokens = chunk_tokens
         self._affinity = Affinity()
 
-    def arrive(self, priority: int, *, follows: bool = False) -> Arrival:
-        """A request comes for the first time, or a choice of one that is in; all its attempts are as old as this."""
-        return self._room.arrive(priority, follows=follows)
+    def arrive(self, priority: int) -> Arrival:
+        """A request comes for the first time; all its attempts are as old as this."""
+        return self._room.arrive(priority)
 
     @asynccontextmanager
     async def admit(self, wish: Wish, arrival: Arrival) -> AsyncIterator[Legs]:
         """Hold legs for the block. Raises QueueFull, Unavailable, InvalidRequest."""
         async with AsyncExitStack() as held:
             held.callback(self._room.poke)
-            seat = self._room.enter(arrival, resumes=wish.resumes)
+            seat = self._room.enter(arrival, resumes=wish.resumes, follows=wish.follows)
             try:
                 legs = await self._seize(seat, wish, held)
                 self._note(legs, wish)
@@ -98,11 +99,7 @@ class Dispatcher:
         if not self._directory.prefills:
             return lambda _: 0
         prefix = _prefix(wish, self._directory.prefills[0])
-
-        def known(incarnation: Incarnation) -> int:
-            return BESIDE_TOKENS if incarnation == wish.beside else self._affinity.known_tokens(prefix, incarnation)
-
-        return known
+        return lambda incarnation: self._affinity.known_tokens(prefix, incarnation)
 
     def _note(self, legs: Legs, wish: Wish) -> None:
         """The prompt goes to these legs."""
@@ -130,7 +127,7 @@ class Dispatcher:
     ) -> Legs | None:
         """Ask one decode worker after the other; None when all have refused for now."""
         refused: set[Incarnation] = set()
-        while pair := choose(prefills, self._directory.decodes, known, refused):
+        while pair := choose(prefills, self._directory.decodes, _beside(wish, known), refused):
             prefill, decode = pair
             try:
                 reservation = decode.client.reserve(wish.work, whole=wish.resumes)
@@ -138,6 +135,10 @@ class Dispatcher:
             except (NoCapacity, LegFailed):
                 refused.add(decode.info.incarnation)
         return None
+
+
+def _beside(wish: Wish, known: Known) -> Known:
+    return lambda incarnation: BESIDE_TOKENS if incarnation == wish.beside else known(incarnation)
 
 
 def _prefix(wish: Wish, peer: PrefillPeer) -> Prefix:

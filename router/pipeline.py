@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 from pdserve.errors import LegFailed
-from pdserve.request import Incarnation, Token, WorkRequest
+from pdserve.request import Token, WorkRequest
 from router.decode_client import HeldTicket
 from router.dispatch import Dispatcher, Legs, Wish
 from router.prefill_client import PrefillCall
@@ -33,9 +33,9 @@ class Pipeline:
 
     async def generate(self, work: WorkRequest, priority: int, record: RequestRecord) -> AsyncGenerator[Token, None]:
         """Yield every token of the completion, numbered without a gap. Raises PdserveError."""
-        arrival, recovery = self._dispatcher.arrive(priority, follows=record.lead is not None), Recovery(work)
+        arrival, recovery = self._dispatcher.arrive(priority), Recovery(work)
         while not recovery.is_finished:
-            wish = Wish(recovery.work(), resumes=recovery.num_resumes > 0, beside=_prompts_place(record))
+            wish = _wish(recovery, record)
             try:
                 async with aclosing(self._attempt(wish, arrival, record)) as tokens:
                     async for token in tokens:
@@ -102,6 +102,7 @@ class Pipeline:
             record.kv_arrived = record.kv_arrived or record.second_token
 
 
-def _prompts_place(record: RequestRecord) -> Incarnation | None:
-    """The decode worker that holds the prompt for another choice of the request."""
-    return record.lead.decode.incarnation if record.lead and record.lead.decode else None
+def _wish(recovery: Recovery, record: RequestRecord) -> Wish:
+    lead = record.lead
+    beside = lead.decode.incarnation if lead and lead.decode else None
+    return Wish(recovery.work(), resumes=recovery.num_resumes > 0, follows=lead is not None, beside=beside)

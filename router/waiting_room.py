@@ -21,7 +21,6 @@ class Arrival:
 
     priority: int
     age: int
-    follows: bool = False  # a further choice of a request that was let in
 
 
 @dataclass(order=True)
@@ -47,13 +46,13 @@ class WaitingRoom:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def arrive(self, priority: int, *, follows: bool = False) -> Arrival:
+    def arrive(self, priority: int) -> Arrival:
         """A request comes for the first time."""
-        return Arrival(priority, next(self._ages), follows)
+        return Arrival(priority, next(self._ages))
 
-    def enter(self, arrival: Arrival, *, resumes: bool) -> Seat:
-        """Take a seat. Raises QueueFull."""
-        if self._num_waiting >= self._limit and not (resumes or arrival.follows):
+    def enter(self, arrival: Arrival, *, resumes: bool, follows: bool = False) -> Seat:
+        """Take a seat; `follows`: for a further choice of a request that is in. Raises QueueFull."""
+        if self._num_waiting >= self._limit and not (resumes or follows):
             raise QueueFull(f"{self._num_waiting} requests wait already, the limit is {self._limit}", RETRY_AFTER_S)
         seat = Seat(arrival.priority, not resumes, arrival.age)
         heapq.heappush(self._line, seat)

@@ -1,7 +1,7 @@
 """Several choices through the whole relay in one process: one prefill, its pages shared, each as a run of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,7 +79,7 @@ class Client:
             yield self._followed(generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=60))
         await server.stop(None)
 
-    async def _followed(self, call: AsyncIterator[pb.GenerateResponse]) -> AsyncIterator[pb.GenerateResponse]:
+    async def _followed(self, call: AsyncIterable[pb.GenerateResponse]) -> AsyncIterator[pb.GenerateResponse]:
         async for response in call:
             match response.WhichOneof("event"):
                 case "started":
@@ -111,10 +111,11 @@ async def client_of(cluster: InProcess, folder: Path) -> AsyncIterator[Client]:
     await cluster.assert_clean()
 
 
-def asked(n: int, stopping: pb.Stopping = FULL, seed: int | None = 11, **sampling: float) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=PROMPT), n=n, stopping=stopping, sampling=pb.Sampling(seed=seed, **sampling)
-    )
+def asked(
+    n: int, stopping: pb.Stopping = FULL, seed: int | None = 11, temperature: float | None = None
+) -> pb.GenerateRequest:
+    sampling = pb.Sampling(seed=seed, temperature=temperature)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), n=n, stopping=stopping, sampling=sampling)
 
 
 async def rest(answer: AsyncIterator[pb.GenerateResponse]) -> None:

@@ -67,7 +67,7 @@ class Workers:
 
     @asynccontextmanager
     async def admitted(self, work: WorkRequest, *, resumes: bool = False, beside: str = "") -> AsyncIterator[Legs]:
-        arrival, wish = self.dispatcher.arrive(0), Wish(work, resumes, Incarnation(f"{beside}!") if beside else None)
+        arrival, wish = self.dispatcher.arrive(0), Wish(work, resumes, bool(beside), Incarnation(f"{beside}!"))
         async with asyncio.timeout(2), self.dispatcher.admit(wish, arrival) as legs:
             yield legs
 

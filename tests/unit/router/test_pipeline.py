@@ -51,8 +51,8 @@ class Player:
         self.adopted: list[int] = []
         self.num_computed = 0
 
-    def arrive(self, priority: int, *, follows: bool = False) -> Arrival:
-        return Arrival(priority, age=5, follows=follows)
+    def arrive(self, priority: int) -> Arrival:
+        return Arrival(priority, age=5)
 
     @asynccontextmanager
     async def admit(self, wish: Wish, arrival: Arrival) -> AsyncIterator[Legs]:
@@ -158,7 +158,7 @@ async def test_a_further_choice_asks_to_be_where_the_first_one_is_now() -> None:
     player = Player(Play(Sampled(token(0, "length"), 1, 32)))
     async for _ in Pipeline(player).generate(WORK, 3, RequestRecord(0.0, lead)):  # type: ignore[arg-type]
         pass
-    assert [(wish.beside, arrival.follows) for wish, arrival in player.admitted] == [("decode", True)]
+    assert [(wish.beside, wish.follows) for wish, _ in player.admitted] == [("decode", True)]
 
 
 async def test_the_first_token_that_finishes_is_not_adopted() -> None:

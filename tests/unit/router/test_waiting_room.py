@@ -37,7 +37,7 @@ async def test_a_full_room_says_when_to_try_again() -> None:
 async def test_a_full_room_lets_further_choices_of_a_request_in() -> None:
     room = WaitingRoom(1)
     enter(room, 0)
-    room.enter(room.arrive(0, follows=True), resumes=False)
+    room.enter(room.arrive(0), resumes=False, follows=True)
     assert len(room) == 2
 
 
