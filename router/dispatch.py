@@ -84,8 +84,11 @@ class Dispatcher:
         self._room.poke()
 
     async def _seize(self, seat: Seat, wish: Wish, held: AsyncExitStack) -> Legs:
+        is_in = wish.follows and not wish.resumes  # the request has had its turn: its choices try once, all together
         while True:
-            await self._turn(seat)
+            if not is_in:
+                await self._turn(seat)
+            is_in = False
             known = self._known(wish)
             prefills = open_prefills(self._directory.prefills, self._chunk_tokens, known, resumes=wish.resumes)
             if wish.work.num_emitted + 1 >= wish.work.max_tokens:  # one token is prefill's own: it needs no decode leg

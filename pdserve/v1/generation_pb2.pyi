@@ -769,7 +769,7 @@ Global___StopMatch: _TypeAlias = StopMatch  # noqa: Y015
 @_typing.final
 class Usage(_message.Message):
     """Usage of one choice. For a request with n > 1 add up completion_tokens, prefill_tokens_computed, decode_steps and
-    resumes; prompt_tokens is the same prompt every time, and after the first choice nearly all of it is in cached_tokens.
+    resumes; prompt_tokens is the same prompt every time, of which all choices but the first find nearly all cached.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

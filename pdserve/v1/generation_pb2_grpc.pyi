@@ -34,8 +34,8 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generate answers with a `started` for each choice, then any number of `delta` and one `finished` for each; or with a
-    status and google.rpc details. An error of one choice ends all of them.
+    """Generate answers with a `started` for each choice, then any number of `delta` and one `finished` for each; or with
+    a status and google.rpc details. An error of one choice ends all of them.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]
@@ -48,8 +48,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate answers with a `started` for each choice, then any number of `delta` and one `finished` for each; or with a
-    status and google.rpc details. An error of one choice ends all of them.
+    """Generate answers with a `started` for each choice, then any number of `delta` and one `finished` for each; or with
+    a status and google.rpc details. An error of one choice ends all of them.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -65,8 +65,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Generate answers with a `started` for each choice, then any number of `delta` and one `finished` for each; or with a
-        status and google.rpc details. An error of one choice ends all of them.
+        """Generate answers with a `started` for each choice, then any number of `delta` and one `finished` for each; or with
+        a status and google.rpc details. An error of one choice ends all of them.
         """
 
     @_abc_1.abstractmethod

@@ -33,10 +33,13 @@ class Client:
         self.room = 10
         self.refusal: PdserveError = NoCapacity("full")
         self.asked: list[bool] = []  # whether for the whole
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     @asynccontextmanager
     async def reserve(self, request: WorkRequest, *, whole: bool) -> AsyncIterator[str]:
         self.asked.append(whole)
+        await self.may_answer.wait()
         if self.num_tickets >= self.room:
             raise self.refusal
         self.num_tickets += 1
@@ -61,8 +64,8 @@ class Workers:
     def down_for_s(self) -> float:
         return self.down_s
 
-    async def admit(self, work: WorkRequest) -> tuple[str, str]:
-        async with self.admitted(work) as legs:
+    async def admit(self, work: WorkRequest, *, beside: str = "") -> tuple[str, str]:
+        async with self.admitted(work, beside=beside) as legs:
             return ids(legs)
 
     @asynccontextmanager
@@ -187,6 +190,24 @@ async def test_a_further_choice_goes_where_the_first_one_is_unless_there_is_no_r
         assert ids(legs) == ("p0", "d1")
     async with workers.admitted(request(), beside="gone") as legs:
         assert ids(legs) == ("p0", "d0")
+
+
+@pytest.mark.parametrize("beside", ["", "d0"])
+async def test_further_choices_ask_all_together_and_only_once_out_of_turn(beside: str) -> None:
+    workers = Workers()
+    client = workers.clients["d0"]
+    client.may_answer.clear()
+    workers.clients["d1"].room = client.room = 0
+    asking = [asyncio.create_task(workers.admit(request(), beside=beside)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    assert len(client.asked) == (3 if beside else 1)
+    client.may_answer.set()
+    await asyncio.sleep(0.01)
+    assert not any(task.done() for task in asking)
+    assert len(client.asked) < 6, "then in turn"
+    client.room = 1
+    workers.room.poke()
+    assert await asyncio.gather(*asking) == [("p0", "d0")] * 3
 
 
 async def test_without_workers_waiting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
