@@ -15,12 +15,12 @@ from tests.e2e.harness import Answer, Cluster, token_request
 from tests.e2e.test_router_death import router_pid
 
 PAGE = 16
-PROMPT = [(7 * i * i + 29 * i) % 500 + 3 for i in range(300)]
+LENGTH = 300
 SHARED_PAGES = 18  # of the prompt's whole ones; twelve tokens are left
 
 
-def asked(n: int) -> pb.GenerateRequest:
-    request = token_request(PROMPT, 200, seed=21)
+def asked(salt: int, n: int = 1, seed: int = 21) -> pb.GenerateRequest:
+    request = token_request([(7 * i * i + salt * i) % 500 + 3 for i in range(LENGTH)], 200, seed=seed)
     request.n = n
     return request
 
@@ -64,34 +64,34 @@ async def ledger(cluster: Cluster) -> list[cluster_pb2.WorkerLedger]:
     return [worker for worker in workers if worker.role == "decode" and worker.entries]
 
 
-async def alone(cluster: Cluster, choices: Choices) -> list[list[int]]:
+async def alone(cluster: Cluster, salt: int, choices: Choices) -> list[list[int]]:
     """Each choice asked for by itself, with the seed that was told."""
     started = [choices.answers[index].started for index in range(len(choices.answers))]
-    requests = [token_request(PROMPT, 200, seed=each.seed) for each in started if each is not None]
+    requests = [asked(salt, seed=each.seed) for each in started if each is not None]
     return [answer.token_ids for answer in await cluster.generate_all(requests, concurrency=4)]
 
 
 async def test_eight_choices_hold_the_prompts_pages_together(cluster: Cluster) -> None:
     choices = Choices()
-    task = asyncio.create_task(follow(cluster, asked(8), choices))
-    await choices.until_all_have(1)
+    task = asyncio.create_task(follow(cluster, asked(29, n=8), choices))
+    await choices.until_all_have(2)
     (worker,) = await ledger(cluster)
     await task
     assert [entry.state for entry in worker.entries] == ["running"] * 8
     assert sum(entry.pages for entry in worker.entries) - worker.pages.in_use == 7 * SHARED_PAGES
-    own = len(PROMPT) - SHARED_PAGES * PAGE
-    assert [usage.prefill_tokens_computed for usage in choices.usages()] == [len(PROMPT), *[own] * 7]
-    assert choices.token_ids() == await alone(cluster, choices)
+    own = LENGTH - SHARED_PAGES * PAGE
+    assert [usage.prefill_tokens_computed for usage in choices.usages()] == [LENGTH, *[own] * 7]
+    assert choices.token_ids() == await alone(cluster, 29, choices)
 
 
 async def test_a_killed_router_and_a_killed_decode_worker_cost_no_choice_a_token(cluster: Cluster) -> None:
     choices = Choices()
-    task = asyncio.create_task(follow(cluster, asked(4), choices))
+    task = asyncio.create_task(follow(cluster, asked(31, n=4), choices))
     await choices.until_all_have(5)
     os.kill(router_pid(cluster), signal.SIGKILL)
     await choices.until_all_have(30)
     (worker, *_) = await ledger(cluster)
     os.kill(next(each.pid for each in cluster.status().workers if each.id == worker.id), signal.SIGKILL)
     await task
-    assert choices.token_ids() == await alone(cluster, choices)
+    assert choices.token_ids() == await alone(cluster, 31, choices)
     assert sum(usage.resumes for usage in choices.usages()) > 4
