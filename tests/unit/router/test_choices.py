@@ -206,3 +206,38 @@ async def test_a_client_that_does_not_read_stops_the_pulling_of_all(served: Serv
     call.cancel()
     async with asyncio.timeout(5):
         await served.pipeline.clean.wait()
+
+
+async def test_an_error_while_the_client_does_not_read_is_told_when_it_does(served: Served) -> None:
+    wide = (Candidate(40, -1.0),) * 4000
+    may_fail = asyncio.Event()
+
+    async def broad(work: WorkRequest, record: RequestRecord) -> AsyncIterator[Token]:
+        record.decode_steps = 1
+        for number in range(20_000):
+            yield Token(number, 40, wide, logprob=-1.0)
+
+    async def lost(work: WorkRequest, record: RequestRecord) -> AsyncIterator[Token]:
+        await may_fail.wait()
+        raise WorkerLost("decode-0 died")
+        yield
+
+    served.pipeline.script = each(lambda index: lost if index == 1 else broad)
+    request = pb.GenerateRequest(text="x", n=3, sampling=SAMPLING, top_logprobs=20)
+    call = served.stub.Generate(request, timeout=30)
+    received, pulled = [await call.read()], -1
+    while pulled != served.pipeline.yielded:
+        pulled = served.pipeline.yielded
+        await asyncio.sleep(0.3)
+    may_fail.set()
+    async with asyncio.timeout(5):
+        await served.pipeline.clean.wait()
+
+    async def read_on() -> None:
+        while isinstance(message := await call.read(), pb.GenerateResponse):
+            received.append(message)
+
+    error = await failure(read_on())
+    assert "decode-0 died" in str(error.details())
+    told = sum(isinstance(each, pb.GenerateResponse) and each.HasField("delta") for each in received)
+    assert told - 2 <= int(partial_output(error) or "") <= told
