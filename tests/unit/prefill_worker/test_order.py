@@ -1,6 +1,7 @@
 """Whose tokens a pass computes: the shortest first, urgent ones before, and nobody overtaken for ever."""
 
 from collections import Counter
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +9,10 @@ from hypothesis import strategies as st
 from engine.pages import PagePool
 from pdserve.due import PATIENCE
 from pdserve.request import Sampling, WorkRequest
+from prefill_worker.commands import Start
 from prefill_worker.scheduler import PlannedChunk, PrefillScheduler, Prompt
+from tests.toy import toy_engine, write_toy_model
+from tests.unit.prefill_worker.stand import Stand, prompt
 
 PAGE = 16
 
@@ -92,6 +96,14 @@ def test_priority_then_what_resumes_then_the_shortest() -> None:
         stage.add(500, priority=-1),
     )
     assert stage.finished() == [urgent, resumed, short, new, low]
+
+
+def test_a_worker_is_told_what_is_urgent(tmp_path: Path) -> None:
+    stand = Stand(toy_engine(write_toy_model(tmp_path)), chunk_tokens=64)
+    for call, priority in enumerate((1, 0, -1)):
+        stand.worker.submit(Start(call, prompt(60, kind=call), priority=priority))
+    stand.run()
+    assert list(stand.sampled) == [2, 1, 0]
 
 
 def test_an_urgent_one_that_lacks_pages_gets_those_of_the_one_that_runs() -> None:
