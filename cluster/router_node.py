@@ -4,6 +4,7 @@ It loads, waits for its turn (as a spare, for as long as another one serves), li
 """
 
 import asyncio
+import gc
 import logging
 import signal
 from pathlib import Path
@@ -35,6 +36,7 @@ LISTEN_INTERVAL_S = 0.02
 async def serve_router(config: NodeConfig, lock: Path) -> None:
     """Serve when it is this one's turn, until SIGTERM or SIGINT; then let running requests finish within a limit."""
     text = TextModel.load(Path(config.model_dir))
+    gc.freeze()  # what was loaded stays: a full collection that walked it would stop every stream for 80 ms
     async with turn(lock):
         await _serve(config, text)
 
