@@ -31,8 +31,8 @@ bench-scheduling: $(VENV)/.run  ## Measure how long short prompts wait behind lo
 parity: $(VENV)/.dev  ## Compare every family, token by token, with transformers; ARGS="--prompts 0" without real models
 	$(BIN)/python -m benchmarks.parity $(ARGS)
 
-test: $(VENV)/.dev  ## Run all tests; ARGS="tests/unit -m 'not slow'" for fewer
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.dev  ## Run all tests, in two processes; ARGS="tests/unit -m 'not slow'" for fewer, in one
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --no-loadscope-reorder)
 
 chaos: $(VENV)/.dev  ## Print the failure table, in under 25 minutes; ARGS="--hits 2 --cells 'decoding/*'" for less
 	$(BIN)/python -m tests.chaos.table $(ARGS)

@@ -81,7 +81,9 @@ async def test_short_prompts_do_not_wait_for_long_ones_that_came_before(folder: 
 
 async def test_a_full_queue_refuses_at_once(folder: Path) -> None:
     async with in_process(*engines(folder, decode_pages=8)) as cluster:
-        outcomes = await asyncio.gather(*(cluster.complete(request(60, 60)) for _ in range(70)), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(cluster.complete(request(110, 10)) for _ in range(70)), return_exceptions=True
+        )
         refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         assert 0 < len(refused) <= 6
         assert all(isinstance(error, QueueFull) and error.retry_after_s > 0 for error in refused)
