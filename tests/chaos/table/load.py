@@ -39,7 +39,7 @@ class Shape:
     num_talkers: int = 5
     num_readers: int = 11
     talker_tokens: int = 350
-    reader_prompt: tuple[int, int] = (70, 120)  # several are prefilled in one chunk
+    reader_prompt: tuple[int, int] = (80, 120)  # most of them are prefilled in one chunk
     long_prompt: int = 1100  # of one reader: several chunks
     reader_tokens: int = 24
     vocabulary: tuple[int, int] = (3, 500)  # token ids that prompts are drawn from
