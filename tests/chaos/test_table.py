@@ -13,6 +13,7 @@ from tests.chaos.table.cells import (
     GCS_GONE,
     LINK_CUT,
     PREFILL_KILLED,
+    PREFILL_STOPPED,
     REDIS_GONE,
     Cell,
     State,

@@ -35,7 +35,7 @@ SLOW_FOR_S = 8.0
 FULL_SPEED = (1e12, 0.01)  # bytes per second, for so long
 DRAIN_LIMIT_S = 60.0
 DRAIN_LOAD = 8  # requests on a worker that is to drain; one less for each quarter of a second of waiting
-DRAIN_SLOWER = 4  # a prefill worker that drains gets nothing new: what it has must still be there at the fault
+DRAIN_SLOWER = 2  # a prefill worker that drains gets nothing new: what it has must still be there at the fault
 AUDITS, AUDIT_INTERVAL_S = 3, 0.4
 
 
