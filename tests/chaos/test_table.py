@@ -120,7 +120,7 @@ def test_a_cluster_is_used_until_one_worker_of_each_role_is_left() -> None:
     ]
     assert programme(Table(select(["draining/link cut", "draining/R* gone"]), wanted=1)) == [(LINK_CUT, True)]
     assert programme(Table(select(["*/GCS gone"]), wanted=1)) == [(GCS_GONE, True)]
-    assert programme(Table(select(["draining/* killed", "queued/link cut"]), wanted=1)) == []
+    assert programme(Table(select(["draining/prefill killed", "queued/link cut"]), wanted=1)) == []
 
 
 def test_a_stop_string_comes_for_the_first_time_near_the_end() -> None:
