@@ -102,7 +102,8 @@ class Campaign:
         async with self._stage() as stage:
             self._sets = await make_sets(stage.eye.address, self._plan.shape, self._plan.num_sets)
             say(f"{len(self._sets)} sets of {len(self._sets[0])} requests answered without a fault")
-            await self._stand(stage, self._ends_at - (1 - STANDING_SHARE) * 60 * self._plan.minutes)
+            others_s = (1 - STANDING_SHARE) * 60 * self._plan.minutes if programme(self._table) else 0.0
+            await self._stand(stage, self._ends_at - others_s)
         while self._has_time() and (kinds := programme(self._table)):
             await self._use_up(kinds)
         if self._has_time() and self._is_needed(STANDING):
