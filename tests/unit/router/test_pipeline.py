@@ -121,6 +121,10 @@ async def test_attempts_add_up_and_the_first_one_counts() -> None:
     assert (record.computed_tokens, record.cached_tokens) == (21, 16)
     assert record.prompt_scores is scores
     assert (record.kv_bytes, record.kv_arrived, record.decode_steps) == (1300, 5.0, 4)
+    assert (record.prefill, record.decode) == (info("prefill"), info("decode"))
+    assert record.chosen is not None
+    assert record.first_token is not None
+    assert record.chosen <= record.first_token, "the first attempt's"
     assert [(len(wish.work.token_ids), wish.resumes) for wish, _ in player.admitted] == [(33, False), (36, True)]
     assert [arrival for _, arrival in player.admitted] == [Arrival(3, 33, 5)] * 2
     assert player.priorities == [3, 3]
