@@ -18,9 +18,9 @@ from pdserve.request import Token, WorkRequest
 from router.decode_client import HeldTicket
 from router.dispatch import Dispatcher, Legs, Wish
 from router.prefill_client import PrefillCall
+from router.rank import Arrival
 from router.record import RequestRecord
 from router.recovery import RESUMABLE, Recovery
-from router.waiting_room import Arrival
 
 
 class Pipeline:
@@ -33,7 +33,7 @@ class Pipeline:
 
     async def generate(self, work: WorkRequest, priority: int, record: RequestRecord) -> AsyncGenerator[Token, None]:
         """Yield every token of the completion, numbered without a gap. Raises PdserveError."""
-        arrival, recovery = self._dispatcher.arrive(priority), Recovery(work)
+        arrival, recovery = self._dispatcher.arrive(work, priority), Recovery(work)
         while not recovery.is_finished:
             wish = _wish(recovery, record)
             try:
@@ -50,7 +50,7 @@ class Pipeline:
         """Yield tokens up to the last one."""
         async with (
             self._legs(wish, arrival, record) as legs,
-            legs.prefill.client.prefill(wish.work, legs.ticket) as call,
+            legs.prefill.client.prefill(wish.work, legs.ticket, arrival.priority) as call,
         ):
             first = await self._first(call, legs, wish.work, record)
             yield first
