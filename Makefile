@@ -20,6 +20,9 @@ bench: $(VENV)/.run  ## Measure TTFT, TPOT and throughput beside the floors of t
 bench-handover: $(VENV)/.run  ## Measure what moving KV costs, beside bare Gloo, and how much of it a request sees
 	$(BIN)/python -m benchmarks.handover $(ARGS)
 
+bench-stages: $(VENV)/.dev  ## Measure the textbook's statements about prefill and decode, and plot them
+	$(BIN)/python -m benchmarks.stages $(ARGS)
+
 ##@ Develop
 
 parity: $(VENV)/.dev  ## Compare every family, token by token, with transformers; ARGS="--prompts 0" without real models
@@ -88,4 +91,4 @@ $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --no-compile -e '.[cluster,dev]'
 	@touch $@
 
-.PHONY: demo bench bench-handover parity test chaos simulate soak check format proto proto-image clean help mutants
+.PHONY: demo bench bench-handover bench-stages parity test chaos simulate soak check format proto proto-image clean help mutants

@@ -1,0 +1,162 @@
+"""`make bench-stages` without its five minutes: fits, verdicts, plots and the section on made-up results; the two kinds
+of step on a toy model."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from torch import Tensor
+
+from benchmarks import stages
+from benchmarks.fits import Curve, Point, exponent, line, ratio
+from benchmarks.plots import plots
+from benchmarks.statements import BUT_FOR_KV, FAILS, HOLDS, Result, section, statements
+from engine.batch import Chunk
+from engine.load import Engine
+from engine.runner import Runner
+from pdserve.plain import from_plain, to_plain
+from pdserve.v1 import generation_pb2 as pb
+from tests.toy import toy_engine, write_toy_model
+
+LENGTHS = (64, 256, 1024)
+MARKS = "before\n<!-- stages: made by make bench-stages -->\n<!-- stages: end -->\nafter\n"
+
+
+def curve(ms: Callable[[int], float], floor: Callable[[int], float]) -> Curve:
+    return tuple(Point(n, (0.9 * ms(n), ms(n), 1.2 * ms(n)), floor(n)) for n in LENGTHS)
+
+
+def made_up() -> Result:
+    """As the textbook has it."""
+    prefill = curve(lambda n: 4.0 * n, lambda n: 3.0 * n)
+    step = curve(lambda n: 35 + n / 100, lambda n: 25 + n / 100)
+    return Result(
+        where="a machine",
+        date="01 Dec 2026",
+        model="smollm2, bfloat16",
+        is_exact=True,
+        rounds=3,
+        num_checked=39,
+        prompt_ttft=prefill,
+        prompt_tpot=curve(lambda n: 35 + n / 20, lambda n: 25 + n / 30),
+        output_total=curve(lambda n: 1000 + 35 * n, lambda n: 800 + 25 * n),
+        output_ttft=curve(lambda n: 1000, lambda n: 800),
+        cached_step=step,
+        recomputed_step=prefill,
+        prompt_completion=32,
+        output_prompt=256,
+    )
+
+
+def test_fits_find_what_was_put_in() -> None:
+    assert exponent(LENGTHS, [3e-4 * n**2 for n in LENGTHS]) == pytest.approx(2)
+    assert exponent(LENGTHS, [7.0] * 3) == pytest.approx(0)
+    fit = line(curve(lambda n: 1000 + 35 * n, lambda n: 1))
+    assert (fit.start, fit.slope, fit.r2) == pytest.approx((1000, 35, 1))
+    assert line(curve(lambda n: float(n**3), lambda n: 1)).r2 < 0.95
+    assert ratio([30.0, 45.0, 40.0]) == 1.5
+
+
+def test_a_point_is_its_median() -> None:
+    point = Point(64, (10.0, 100.0, 20.0, 21.0), 5.0)
+    assert point.median == 20.5
+    assert point.spread == pytest.approx(90 / 20.5)
+
+
+def test_verdicts_of_a_textbook_machine() -> None:
+    assert [each.verdict for each in statements(made_up())] == [HOLDS, BUT_FOR_KV, HOLDS, HOLDS, HOLDS, HOLDS]
+
+
+@pytest.mark.parametrize(
+    ("field", "number", "ms"),
+    [
+        ("prompt_ttft", 0, lambda n: 4.0 * n**1.3),
+        ("prompt_tpot", 1, lambda n: 35 + n / 5),
+        ("output_total", 2, lambda n: 1000 + n**3),
+        ("output_ttft", 3, lambda n: 1000 + n),
+        ("cached_step", 4, lambda n: 35 + n / 20),
+        ("recomputed_step", 5, lambda n: 4.0 * n**2),
+    ],
+)
+def test_verdicts_of_another_machine(field: str, number: int, ms: Callable[[int], float]) -> None:
+    result = made_up()
+    floors: Curve = getattr(result, field)
+    measured = tuple(Point(n, (ms(n),), point.floor) for n, point in zip(LENGTHS, floors, strict=True))
+    verdicts = [each.verdict for each in statements(replace(result, **{field: measured}))]
+    assert verdicts[number] == FAILS
+    assert FAILS not in verdicts[:number] + verdicts[number + 1 :]
+
+
+def test_the_section_has_every_number_and_plot() -> None:
+    text = section(made_up(), ["plots/a.svg", "plots/b.svg", "plots/c.svg"])
+    lines = text.splitlines()
+    assert "| 256 | 1,024 [922..1,229] | 768 | 47.8 [43.0..57.4] | 33.5 |" in lines
+    assert "| 1,024 | 36,840 [33,156..44,208] | 26,400 | 1,000 [900..1,200] | 800 |" in lines
+    assert [f"(plots/{name}.svg)" in text for name in "abc"] == [True] * 3
+    assert "1,000 ms + 35.0 ms per token, R^2 1.0000" in text
+    assert "At 1,024 tokens the cache makes a step 91 times as fast, and its logits are the same bits." in text
+
+
+def test_results_survive_their_file() -> None:
+    assert from_plain(Result, json.loads(json.dumps(to_plain(made_up())))) == made_up()
+
+
+def test_plots_are_small_the_same_every_time_and_have_their_own_background() -> None:
+    drawn = plots(made_up())
+    assert len(drawn) == 3
+    assert plots(made_up()) == drawn
+    for svg in drawn.values():
+        ElementTree.fromstring(svg)
+        assert len(svg) < 60_000
+        assert "#ffffff" in svg
+        assert "date" not in svg
+    assert ">1,024<" in drawn["stages-prompt.svg"]
+    assert drawn["stages-output.svg"].count("floor of") == 2
+
+
+def test_publishing_twice_changes_nothing(tmp_path: Path) -> None:
+    document = tmp_path / "performance.md"
+    document.write_text(MARKS)
+    stages.publish(made_up(), document)
+    once = document.read_text()
+    assert once.startswith("before\n")
+    assert once.endswith("<!-- stages: end -->\nafter\n")
+    assert all((tmp_path / "plots" / name).read_text() == svg for name, svg in plots(made_up()).items())
+    stages.publish(made_up(), document)
+    assert document.read_text() == once
+    document.write_text("no marks")
+    with pytest.raises(ValueError, match="expected the lines"):
+        stages.publish(made_up(), document)
+
+
+def test_counts_must_be_exact() -> None:
+    right = {"prompt_tokens": 64, "prefill_tokens_computed": 64, "completion_tokens": 32, "decode_steps": 31}
+    stages.check(64, pb.Usage(**right))
+    for wrong in ({"decode_steps": 32}, {"cached_tokens": 16}, {"prefill_tokens_computed": 48}, {"resumes": 1}):
+        with pytest.raises(AssertionError):
+            stages.check(64, pb.Usage(**right | wrong))
+
+
+def test_steps_with_and_without_cache(tmp_path: Path) -> None:
+    engine = toy_engine(write_toy_model(tmp_path))
+    times = stages.step_times(engine, (1, 16, 33), rounds=2)
+    assert list(times) == [1, 16, 33]
+    assert all((len(each.cached), len(each.recomputed)) == (2 * stages.STEPS, 2) for each in times.values())
+
+
+class Forgetful(Runner):
+    """Starts every pass with an empty cache."""
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        self.cache.pages.zero_()
+        return super().run(chunks)
+
+
+def test_a_cache_that_changes_logits_is_noticed(tmp_path: Path) -> None:
+    engine: Engine = toy_engine(write_toy_model(tmp_path))
+    assert engine.card.exact
+    with pytest.raises(AssertionError, match="the cache changed logits"):
+        stages.step_times(replace(engine, runner=Forgetful(engine.runner.model, engine.cache)), (33,), rounds=1)
