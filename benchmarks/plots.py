@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from benchmarks.statements import Result
 
 INK, PAPER, GRID = "#1f2328", "#ffffff", "#d8dee4"  # a background of its own, so that it is readable on a dark page
 BLUE, ORANGE = "#0067a5", "#c2500a"  # told apart by the colour-blind too, and by their marks
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "pdserve",  # ids of elements are drawn otherwise
     "svg.fonttype": "none",  # text stays text
     "font.family": "sans-serif",
