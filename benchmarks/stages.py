@@ -205,9 +205,9 @@ def _curve(found: Iterable[tuple[int, Sequence[float], float]]) -> Curve:
     return tuple(Point(at, tuple(1000 * each for each in seconds), floor) for at, seconds, floor in found)
 
 
-def publish(result: Result, document: Path) -> None:
+def publish(result: Result, drawn: Mapping[str, str], document: Path) -> None:
     """Plots into plots/ beside the document, and the section between its marks."""
-    folder, drawn = document.parent / "plots", plots(result)
+    folder = document.parent / "plots"
     folder.mkdir(exist_ok=True)
     for name, svg in drawn.items():
         (folder / name).write_text(svg)
@@ -229,9 +229,10 @@ def main() -> None:
         result = measure(SMALL if arguments.small else Plan(arguments.rounds))
     if not (arguments.again or arguments.small):
         arguments.out.write_text(json.dumps(to_plain(result), indent=1) + "\n")
-    print(section(result, list(plots(result))))
+    drawn = plots(result)
+    print(section(result, list(drawn)))
     if arguments.update:
-        publish(result, arguments.update)
+        publish(result, drawn, arguments.update)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def test_results_survive_their_file() -> None:
 
 def test_plots_are_small_the_same_every_time_and_have_their_own_background() -> None:
     drawn = plots(made_up())
-    assert len(drawn) == 3
+    assert list(drawn) == ["stages-prompt.svg", "stages-output.svg", "stages-cache.svg"]
     assert plots(made_up()) == drawn
     for svg in drawn.values():
         ElementTree.fromstring(svg)
@@ -121,16 +121,18 @@ def test_plots_are_small_the_same_every_time_and_have_their_own_background() -> 
 def test_publishing_twice_changes_nothing(tmp_path: Path) -> None:
     document = tmp_path / "performance.md"
     document.write_text(MARKS)
-    stages.publish(made_up(), document)
+    drawn = {"a.svg": "<svg>a</svg>", "b.svg": "<svg>b</svg>", "c.svg": "<svg>c</svg>"}
+    stages.publish(made_up(), drawn, document)
     once = document.read_text()
     assert once.startswith("before\n")
     assert once.endswith("<!-- stages: end -->\nafter\n")
-    assert all((tmp_path / "plots" / name).read_text() == svg for name, svg in plots(made_up()).items())
-    stages.publish(made_up(), document)
+    assert "(plots/c.svg)" in once
+    assert {path.name: path.read_text() for path in (tmp_path / "plots").iterdir()} == drawn
+    stages.publish(made_up(), drawn, document)
     assert document.read_text() == once
     document.write_text("no marks")
     with pytest.raises(ValueError, match="expected the lines"):
-        stages.publish(made_up(), document)
+        stages.publish(made_up(), drawn, document)
 
 
 def test_counts_must_be_exact() -> None:
