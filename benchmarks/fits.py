@@ -30,21 +30,30 @@ Curve = tuple[Point, ...]  # in order of length
 
 @dataclass(frozen=True)
 class Line:
-    """start + slope * tokens, by least squares."""
+    """start + slope * tokens."""
 
     start: float
     slope: float
     r2: float  # share of the variance that it explains
 
-
-def line(points: Sequence[Point]) -> Line:
-    """Through the medians; at least three of them, or it says nothing."""
-    at, medians = [float(point.at) for point in points], [point.median for point in points]
-    fit = linear_regression(at, medians)
-    return Line(fit.intercept, fit.slope, correlation(at, medians) ** 2)
+    def at(self, tokens: int) -> float:
+        """Its height."""
+        return self.start + self.slope * tokens
 
 
-def exponent(at: Sequence[float], values: Sequence[float]) -> float:
+def line(at: Sequence[int], values: Sequence[float]) -> Line:
+    """By least squares; of less than three points it says nothing."""
+    fit = linear_regression(at, values)
+    is_level = max(values) == min(values)  # then it explains all that there is
+    return Line(fit.intercept, fit.slope, 1.0 if is_level else correlation(at, values) ** 2)
+
+
+def line_of(curve: Curve) -> Line:
+    """Through the medians."""
+    return line([point.at for point in curve], [point.median for point in curve])
+
+
+def exponent(at: Sequence[int], values: Sequence[float]) -> float:
     """The p of values ~ at^p, by least squares through the logarithms: 0 is flat, 1 proportional, 2 quadratic."""
     return linear_regression([log(each) for each in at], [log(each) for each in values]).slope
 

@@ -1,6 +1,6 @@
 """The three plots of `make bench-stages`, as SVG: equal results give equal bytes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
 from typing import Any
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.fits import Curve, line
+from benchmarks.fits import Curve, line_of
 from benchmarks.statements import Result
 
 INK, PAPER, GRID = "#1f2328", "#ffffff", "#d8dee4"  # a background of its own, so that it is readable on a dark page
@@ -56,10 +56,10 @@ def _output(result: Result) -> str:
     with _drawing(f"{result.output_prompt} prompt tokens", "output tokens") as (axes, svg):
         _draw(axes, "total", result.output_total, BLUE, "o")
         _draw(axes, "TTFT", result.output_ttft, ORANGE, "s")
-        fit = line(result.output_total)
+        fit = line_of(result.output_total)
         ends = [result.output_total[0].at, result.output_total[-1].at]
         name = f"{fit.start:,.0f} ms + {fit.slope:.1f} ms per token"
-        axes.plot(ends, [fit.start + fit.slope * end for end in ends], color=BLUE, linewidth=1, label=name)
+        axes.plot(ends, [fit.at(end) for end in ends], color=BLUE, linewidth=1, label=name)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
     return svg.getvalue()
@@ -84,6 +84,7 @@ def _drawing(title: str, x_label: str) -> Iterator[tuple[Axes, StringIO]]:
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel(x_label)
         axes.set_ylabel("ms")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.legend(frameon=False)
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
 
@@ -93,9 +94,9 @@ def _draw(axes: Axes, name: str, curve: Curve, color: str, mark: str) -> None:
     at, medians = [point.at for point in curve], [point.median for point in curve]
     below = [point.median - min(point.values) for point in curve]
     above = [max(point.values) - point.median for point in curve]
-    axes.errorbar(at, medians, yerr=(below, above), color=color, fmt=mark, markersize=5, capsize=3, label=name)
-    floors: Sequence[float] = [point.floor for point in curve]
-    axes.plot(at, floors, color=color, linestyle="--", linewidth=1, label=f"floor of {name}")
+    axes.errorbar(at, medians, yerr=(below, above), color=color, fmt="none", capsize=3, elinewidth=1)
+    axes.plot(at, medians, color=color, marker=mark, markersize=5, linestyle="none", label=name)
+    axes.plot(at, [point.floor for point in curve], color=color, linestyle="--", linewidth=1, label=f"floor, {name}")
 
 
 def _logarithmic(axes: Axes, curve: Curve) -> None:
@@ -103,5 +104,4 @@ def _logarithmic(axes: Axes, curve: Curve) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks([point.at for point in curve])
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

@@ -7,9 +7,9 @@ one section of a document. Times are milliseconds; every curve is in order of le
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.fits import Curve, Point, exponent, line, ratio
+from benchmarks.fits import Curve, Line, Point, exponent, line, line_of, ratio
 
-FLAT = 1.2  # greatest over least median of what is called flat, and of what is called flat but for something known
+FLAT = 1.2  # from one end of the fitted line to the other, of what is called flat
 STRAIGHT = 0.99  # R^2 of what is called a straight line
 SAME_POWER = 0.15  # difference of exponents that are called the same
 
@@ -26,7 +26,9 @@ class Result:
     date: str
     model: str  # and dtype
     is_exact: bool  # then with and without the cache the logits were the same bits
-    rounds: int
+    rounds: int  # over all lengths; prompts and completions of more than so many tokens are in every other one
+    long_prompt: int
+    long_output: int
     num_checked: int  # answers whose counts of steps and computed tokens were as they must be
     prompt_ttft: Curve  # against prompt tokens
     prompt_tpot: Curve
@@ -68,17 +70,34 @@ def grows(says: str, curve: Curve) -> Statement:
 
 
 def flat(says: str, curve: Curve) -> Statement:
-    """Holds where the medians are close together, or as far apart as the floors, which count the KV that is read."""
-    measured, expected = ratio(_medians(curve)), ratio(_floors(curve))
-    found = f"{_range(curve)}: greatest over least {measured:.2f}; of the floors {expected:.2f}"
-    if measured <= FLAT:
+    """Holds where a line through the medians hardly rises, or as much as that of the floors, which count the KV read.
+
+    The line, because a noisy machine sets single medians apart; how far is said beside it.
+    """
+    at = [point.at for point in curve]
+    fit, floor = line_of(curve), line(at, _floors(curve))
+    rise, expected = _rise(fit, at), _rise(floor, at)
+    found = (
+        f"{_range(curve)}: fitted rise x {rise:.2f} ({1000 * fit.slope:+.1f} us per token), of the floors"
+        f" x {expected:.2f} ({1000 * floor.slope:+.1f}); greatest over least median {ratio(_medians(curve)):.2f}"
+    )
+    if _is_flat(rise):
         return Statement(says, found, HOLDS)
-    return Statement(says, found, BUT_FOR_KV if measured / expected <= FLAT else FAILS)
+    return Statement(says, found, BUT_FOR_KV if _is_flat(rise / expected) else FAILS)
+
+
+def _rise(fit: Line, at: Sequence[int]) -> float:
+    """From the shortest to the longest."""
+    return fit.at(at[-1]) / fit.at(at[0])
+
+
+def _is_flat(rise: float) -> bool:
+    return 1 / FLAT <= rise <= FLAT
 
 
 def straight(says: str, curve: Curve) -> Statement:
     """Holds where a straight line explains the medians."""
-    fit = line(curve)
+    fit = line_of(curve)
     found = f"{_range(curve)}: {fit.start:,.0f} ms + {fit.slope:.1f} ms per token, R^2 {fit.r2:.4f}"
     return Statement(says, found, HOLDS if fit.r2 >= STRAIGHT and fit.slope > 0 else FAILS)
 
@@ -107,8 +126,9 @@ def _remarks(result: Result) -> str:
     same = ", and its logits are the same bits" if result.is_exact else ""
     return "\n".join(
         [
-            f"* Medians [least..greatest] of {result.rounds} rounds over all lengths, in ms. Furthest apart, as a share"
-            f" of its median: {100 * worst:.0f} %.",
+            f"* Medians [least..greatest] of {result.rounds} rounds over all lengths; prompts of more than"
+            f" {result.long_prompt:,} and completions of more than {result.long_output:,} tokens are in every other one."
+            f" The widest range of a request's times: {100 * worst:.0f} % of their median.",
             f"* At {last.at:,} tokens the cache makes a step {last.median / cached.median:.0f} times as fast{same}.",
             f"* In each of {result.num_checked} answers: decode steps = completion tokens - 1; prompt tokens computed ="
             " prompt tokens, none of them cached.",

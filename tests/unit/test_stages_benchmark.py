@@ -12,13 +12,14 @@ import pytest
 from torch import Tensor
 
 from benchmarks import stages
-from benchmarks.fits import Curve, Point, exponent, line, ratio
+from benchmarks.fits import Curve, Point, exponent, line, line_of, ratio
 from benchmarks.plots import plots
 from benchmarks.statements import BUT_FOR_KV, FAILS, HOLDS, Result, section, statements
 from engine.batch import Chunk
 from engine.load import Engine
 from engine.runner import Runner
 from pdserve.plain import from_plain, to_plain
+from pdserve.speed import Limits
 from pdserve.v1 import generation_pb2 as pb
 from tests.toy import toy_engine, write_toy_model
 
@@ -39,7 +40,9 @@ def made_up() -> Result:
         date="01 Dec 2026",
         model="smollm2, bfloat16",
         is_exact=True,
-        rounds=3,
+        rounds=4,
+        long_prompt=1024,
+        long_output=128,
         num_checked=39,
         prompt_ttft=prefill,
         prompt_tpot=curve(lambda n: 35 + n / 20, lambda n: 25 + n / 30),
@@ -55,9 +58,10 @@ def made_up() -> Result:
 def test_fits_find_what_was_put_in() -> None:
     assert exponent(LENGTHS, [3e-4 * n**2 for n in LENGTHS]) == pytest.approx(2)
     assert exponent(LENGTHS, [7.0] * 3) == pytest.approx(0)
-    fit = line(curve(lambda n: 1000 + 35 * n, lambda n: 1))
-    assert (fit.start, fit.slope, fit.r2) == pytest.approx((1000, 35, 1))
-    assert line(curve(lambda n: float(n**3), lambda n: 1)).r2 < 0.98
+    fit = line_of(curve(lambda n: 1000 + 35 * n, lambda n: 1))
+    assert (fit.start, fit.slope, fit.r2, fit.at(10)) == pytest.approx((1000, 35, 1, 1350))
+    assert line(LENGTHS, [n**3 for n in LENGTHS]).r2 < 0.98
+    assert line(LENGTHS, [900.0] * 3).r2 == 1
     assert ratio([30.0, 45.0, 40.0]) == 1.5
 
 
@@ -71,6 +75,13 @@ def test_verdicts_of_a_textbook_machine() -> None:
     assert [each.verdict for each in statements(made_up())] == [HOLDS, BUT_FOR_KV, HOLDS, HOLDS, HOLDS, HOLDS]
 
 
+def test_noise_is_no_rise() -> None:
+    noisy = tuple(Point(at, (ms,), 800.0) for at, ms in ((16, 900.0), (32, 1200.0), (256, 950.0), (512, 1100.0)))
+    said = statements(replace(made_up(), output_ttft=noisy))[3]
+    assert said.verdict == HOLDS
+    assert said.found.endswith("greatest over least median 1.33")
+
+
 @pytest.mark.parametrize(
     ("field", "number", "ms"),
     [
@@ -78,6 +89,7 @@ def test_verdicts_of_a_textbook_machine() -> None:
         ("prompt_tpot", 1, lambda n: 35 + n / 5),
         ("output_total", 2, lambda n: 1000 + n**3),
         ("output_ttft", 3, lambda n: 1000 + n),
+        ("output_ttft", 3, lambda n: 3000 - n),
         ("cached_step", 4, lambda n: 35 + n / 20),
         ("recomputed_step", 5, lambda n: 4.0 * n**2),
     ],
@@ -133,6 +145,19 @@ def test_publishing_twice_changes_nothing(tmp_path: Path) -> None:
     document.write_text("no marks")
     with pytest.raises(ValueError, match="expected the lines"):
         stages.publish(made_up(), drawn, document)
+
+
+def test_every_round_has_another_order_and_every_other_one_the_long_lengths() -> None:
+    plan = stages.Plan(rounds=3)
+    order = stages.order((1, 2, 3, 4, 5), 3, plan)
+    rounds = [order[:5], order[5:8], order[8:]]
+    assert [sorted(each) for each in rounds] == [[1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 3, 4, 5]]
+    assert rounds[0] != rounds[2]
+    assert stages.order((1, 2, 3, 4, 5), 3, plan) == order
+
+
+def test_the_best_of_two_measurements_counts() -> None:
+    assert stages.best(Limits(9e9, 8e10), Limits(1e10, 7e10)) == Limits(1e10, 8e10)
 
 
 def test_counts_must_be_exact() -> None:
