@@ -8,8 +8,9 @@ and one decode worker.
 3. one step with the KV cache and without, in this process: without, the engine computes the whole sequence anew
 
 Every round goes over the lengths in another random order, so that slow minutes of the machine fall on all of them;
-long ones take part in every other round, as noise averages out in them. A result's life: measured -> `benchmarks/results/stages.json` -> plots and a section of the document (`--again`: from that file). Nothing
-here is a test of speed, but exact counts are asserted: decode steps, computed prompt tokens, equal logits.
+long ones take part in every other round, as noise averages out in them. A result's life: measured ->
+`benchmarks/results/stages.json` -> plots and a section of the document (`--again`: from that file). Nothing here is a
+test of speed, but exact counts are asserted: decode steps, computed prompt tokens, equal logits.
 """
 
 import argparse
@@ -48,7 +49,7 @@ from tests.chaos.table.document import update
 RESULT = Path(__file__).parent / "results" / "stages.json"
 MODEL = "smollm2"
 WARM_UP_SEED = 10**6
-STEPS = 20  # with the cache, for one without
+STEPS = 12  # with the cache, for one without
 
 
 @dataclass(frozen=True)

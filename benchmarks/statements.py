@@ -126,9 +126,9 @@ def _remarks(result: Result) -> str:
     same = ", and its logits are the same bits" if result.is_exact else ""
     return "\n".join(
         [
-            f"* Medians [least..greatest] of {result.rounds} rounds over all lengths; prompts of more than"
-            f" {result.long_prompt:,} and completions of more than {result.long_output:,} tokens are in every other one."
-            f" The widest range of a request's times: {100 * worst:.0f} % of their median.",
+            f"* Medians [least..greatest] of {result.rounds} rounds; prompts of more than {result.long_prompt:,} and"
+            f" completions of more than {result.long_output:,} tokens are in every other round. The widest range of a"
+            f" request's times: {100 * worst:.0f} % of their median.",
             f"* At {last.at:,} tokens the cache makes a step {last.median / cached.median:.0f} times as fast{same}.",
             f"* In each of {result.num_checked} answers: decode steps = completion tokens - 1; prompt tokens computed ="
             " prompt tokens, none of them cached.",

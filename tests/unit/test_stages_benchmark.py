@@ -127,7 +127,7 @@ def test_plots_are_small_the_same_every_time_and_have_their_own_background() -> 
         assert "#ffffff" in svg
         assert "date" not in svg
     assert ">1,024<" in drawn["stages-prompt.svg"]
-    assert drawn["stages-output.svg"].count("floor of") == 2
+    assert drawn["stages-output.svg"].count(">floor, ") == 2
 
 
 def test_publishing_twice_changes_nothing(tmp_path: Path) -> None:
