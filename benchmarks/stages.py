@@ -64,9 +64,17 @@ class Plan:
     outputs: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
     output_prompt: int = 256
     contexts: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    step_rounds: int = 3  # over the contexts
 
 
-SMALL = Plan(rounds=1, prompts=(64, 128, 192), prompt_completion=4, outputs=(4, 8, 16), contexts=(64, 128, 192))
+SMALL = Plan(
+    rounds=1,
+    prompts=(64, 128, 192),
+    prompt_completion=4,
+    outputs=(4, 8, 16),
+    contexts=(64, 128, 192),
+    step_rounds=1,
+)
 
 
 @dataclass(frozen=True)
@@ -187,7 +195,7 @@ def measure(plan: Plan) -> Result:
     print(f"steps at {plan.contexts} tokens, with and without cache", flush=True)
     engine = load_engine(replace(settings, num_pages=-(-max(plan.contexts) // PAGE_TOKENS)))
     assert (model.dtype, model.fingerprint) == (engine.card.kv_layout.dtype, engine.card.fingerprint), "another model"
-    steps = step_times(engine, plan.contexts, plan.rounds)
+    steps = step_times(engine, plan.contexts, plan.step_rounds)
     cost = model_cost(engine.runner.model.config, engine.card.kv_layout)
     return result_of(plan, model, answers, steps, Floors(cost, best(before, after)))
 
@@ -214,6 +222,7 @@ def result_of(
         num_checked=sum(map(len, (*by_prompt.values(), *by_output.values()))),
         prompt_ttft=_curve((n, [e.ttft_s for e in by_prompt[n]], floors.prefill(n)) for n in plan.prompts),
         prompt_tpot=_curve((n, [e.tpot_s for e in by_prompt[n]], floors.decode(n + mid)) for n in plan.prompts),
+        prompt_second=_curve((n, [e.exposed_s for e in by_prompt[n]], floors.decode(n + 1)) for n in plan.prompts),
         output_total=_curve((n, [e.total_s for e in by_output[n]], floors.answer(num_prompt, n)) for n in plan.outputs),
         output_ttft=_curve((n, [e.ttft_s for e in by_output[n]], floors.prefill(num_prompt)) for n in plan.outputs),
         cached_step=tuple(Point(n, steps[n].cached, floors.decode(n)) for n in plan.contexts),

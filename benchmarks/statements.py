@@ -32,6 +32,7 @@ class Result:
     num_checked: int  # answers whose counts of steps and computed tokens were as they must be
     prompt_ttft: Curve  # against prompt tokens
     prompt_tpot: Curve
+    prompt_second: Curve  # from the first token to the second: the last KV travels meanwhile
     output_total: Curve  # against completion tokens
     output_ttft: Curve
     cached_step: Curve  # against tokens in context
@@ -109,7 +110,7 @@ def section(result: Result, plots: Sequence[str]) -> str:
         f"{result.date}: {result.where}; {result.model}{exact}; one prefill and one decode worker, one thread each.",
         _table(("the textbook", "measured", "verdict"), [(e.says, e.found, e.verdict) for e in statements(result)]),
         _image("TTFT and TPOT against prompt length", plots[0]),
-        _curves("prompt tokens", {"TTFT": result.prompt_ttft, "TPOT": result.prompt_tpot}),
+        _curves("prompt tokens", _of_prompt(result)),
         _image("total time and TTFT against output length", plots[1]),
         _curves("output tokens", {"total": result.output_total, "TTFT": result.output_ttft}),
         _image("step time against context, with and without KV cache", plots[2]),
@@ -117,6 +118,10 @@ def section(result: Result, plots: Sequence[str]) -> str:
         _remarks(result),
     ]
     return "\n\n".join(parts)
+
+
+def _of_prompt(result: Result) -> dict[str, Curve]:
+    return {"TTFT": result.prompt_ttft, "TPOT": result.prompt_tpot, "first to second token": result.prompt_second}
 
 
 def _remarks(result: Result) -> str:

@@ -46,6 +46,7 @@ def made_up() -> Result:
         num_checked=39,
         prompt_ttft=prefill,
         prompt_tpot=curve(lambda n: 35 + n / 20, lambda n: 25 + n / 30),
+        prompt_second=curve(lambda n: 45 + n / 20, lambda n: 25 + n / 30),
         output_total=curve(lambda n: 1000 + 35 * n, lambda n: 800 + 25 * n),
         output_ttft=curve(lambda n: 1000, lambda n: 800),
         cached_step=step,
@@ -106,7 +107,7 @@ def test_verdicts_of_another_machine(field: str, number: int, ms: Callable[[int]
 def test_the_section_has_every_number_and_plot() -> None:
     text = section(made_up(), ["plots/a.svg", "plots/b.svg", "plots/c.svg"])
     lines = text.splitlines()
-    assert "| 256 | 1,024 [922..1,229] | 768 | 47.8 [43.0..57.4] | 33.5 |" in lines
+    assert "| 256 | 1,024 [922..1,229] | 768 | 47.8 [43.0..57.4] | 33.5 | 57.8 [52.0..69.4] | 33.5 |" in lines
     assert "| 1,024 | 36,840 [33,156..44,208] | 26,400 | 1,000 [900..1,200] | 800 |" in lines
     assert [f"(plots/{name}.svg)" in text for name in "abc"] == [True] * 3
     assert "1,000 ms + 35.0 ms per token, R^2 1.0000" in text
