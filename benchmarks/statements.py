@@ -32,13 +32,13 @@ class Result:
     num_checked: int  # answers whose counts of steps and computed tokens were as they must be
     prompt_ttft: Curve  # against prompt tokens
     prompt_tpot: Curve
-    prompt_second: Curve  # from the first token to the second: the last KV travels meanwhile
     output_total: Curve  # against completion tokens
     output_ttft: Curve
     cached_step: Curve  # against tokens in context
     recomputed_step: Curve
     prompt_completion: int  # completion tokens behind each of the prompts
     output_prompt: int  # prompt tokens before each of the completions
+    prompt_second: Curve = ()  # from first to second token: the last KV travels meanwhile; older results lack it
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def section(result: Result, plots: Sequence[str]) -> str:
 
 
 def _of_prompt(result: Result) -> dict[str, Curve]:
-    return {"TTFT": result.prompt_ttft, "TPOT": result.prompt_tpot, "first to second token": result.prompt_second}
+    second = {"first to second token": result.prompt_second} if result.prompt_second else {}
+    return {"TTFT": result.prompt_ttft, "TPOT": result.prompt_tpot, **second}
 
 
 def _remarks(result: Result) -> str:
@@ -134,7 +135,8 @@ def _remarks(result: Result) -> str:
             f"* Medians [least..greatest] of {result.rounds} rounds; prompts of more than {result.long_prompt:,} and"
             f" completions of more than {result.long_output:,} tokens are in every other round. The widest range of a"
             f" request's times: {100 * worst:.0f} % of their median.",
-            f"* At {last.at:,} tokens the cache makes a step {last.median / cached.median:.0f} times as fast{same}.",
+            f"* At {last.at:,} tokens the cache makes a step {last.median / cached.median:.0f} times as fast{same};"
+            f" medians of {len(cached.values)} steps with and {len(last.values)} without.",
             f"* In each of {result.num_checked} answers: decode steps = completion tokens - 1; prompt tokens computed ="
             " prompt tokens, none of them cached.",
         ]

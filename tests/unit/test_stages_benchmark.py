@@ -76,6 +76,11 @@ def test_verdicts_of_a_textbook_machine() -> None:
     assert [each.verdict for each in statements(made_up())] == [HOLDS, BUT_FOR_KV, HOLDS, HOLDS, HOLDS, HOLDS]
 
 
+def test_results_without_a_second_token_have_no_such_column() -> None:
+    text = section(replace(made_up(), prompt_second=()), ["a", "b", "c"])
+    assert "| 256 | 1,024 [922..1,229] | 768 | 47.8 [43.0..57.4] | 33.5 |" in text.splitlines()
+
+
 def test_noise_is_no_rise() -> None:
     noisy = tuple(Point(at, (ms,), 800.0) for at, ms in ((16, 900.0), (32, 1200.0), (256, 950.0), (512, 1100.0)))
     said = statements(replace(made_up(), output_ttft=noisy))[3]
@@ -111,7 +116,7 @@ def test_the_section_has_every_number_and_plot() -> None:
     assert "| 1,024 | 36,840 [33,156..44,208] | 26,400 | 1,000 [900..1,200] | 800 |" in lines
     assert [f"(plots/{name}.svg)" in text for name in "abc"] == [True] * 3
     assert "1,000 ms + 35.0 ms per token, R^2 1.0000" in text
-    assert "At 1,024 tokens the cache makes a step 114 times as fast, and its logits are the same bits." in text
+    assert "At 1,024 tokens the cache makes a step 114 times as fast, and its logits are the same bits; medians" in text
 
 
 def test_results_survive_their_file() -> None:
