@@ -6,8 +6,20 @@ import pytest
 
 from pdserve.v1 import cluster_pb2
 from pdserve.v1 import generation_pb2 as pb
-from tests.chaos.table.campaign import Campaign, toy_plan
-from tests.chaos.table.cells import DECODE_KILLED, LINK_CUT, PREFILL_KILLED, REDIS_GONE, Cell, State, Victim, select
+from tests.chaos.table.campaign import Campaign, programme, toy_plan
+from tests.chaos.table.cells import (
+    DECODE_KILLED,
+    DECODE_STOPPED,
+    GCS_GONE,
+    LINK_CUT,
+    PREFILL_KILLED,
+    PREFILL_STOPPED,
+    REDIS_GONE,
+    Cell,
+    State,
+    Victim,
+    select,
+)
 from tests.chaos.table.eye import Entry, Look, Place
 from tests.chaos.table.hits import Sent, Strike, hits
 from tests.chaos.table.load import Job, late_text
@@ -98,6 +110,17 @@ def test_a_cell_without_the_resumes_that_it_takes_is_void() -> None:
     assert all(line.is_void for line in table.lines.values())
     with pytest.raises(ValueError, match="no cell matches"):
         select(["dancing/*"])
+
+
+def test_a_cluster_is_used_until_one_worker_of_each_role_is_left() -> None:
+    assert programme(Table(select(["draining/* stopped", "draining/* killed", "queued/GCS gone"]), wanted=1)) == [
+        (DECODE_STOPPED, True),
+        (PREFILL_STOPPED, True),
+        (GCS_GONE, False),
+    ]
+    assert programme(Table(select(["draining/link cut", "draining/R* gone"]), wanted=1)) == [(LINK_CUT, True)]
+    assert programme(Table(select(["*/GCS gone"]), wanted=1)) == [(GCS_GONE, True)]
+    assert programme(Table(select(["draining/prefill killed", "queued/link cut"]), wanted=1)) == []
 
 
 def test_a_stop_string_comes_for_the_first_time_near_the_end() -> None:

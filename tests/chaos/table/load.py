@@ -2,8 +2,9 @@
 
 A set's life: drawn by seed -> answered once on the cluster before any fault -> asked again, at each of its faults.
 
-Talkers have short prompts and long answers: they decode. Readers have long prompts and short answers: they queue, are
-prefilled, and their KV is on its way. Greedy and seeded, text and token ids, with and without stop strings.
+Talkers have short prompts and long answers: they decode. Readers have longer prompts and short answers: they queue, are
+prefilled, and their KV is on its way. The first of them, one for each prefill worker, have long prompts: while a chunk
+of these is computed the others gather behind it, and share the next pass. Greedy and seeded, text and token ids, with and without stop strings.
 """
 
 import asyncio
@@ -36,16 +37,17 @@ WORDS = (
 class Shape:
     """How many requests of which lengths, in tokens."""
 
-    num_talkers: int = 5
-    num_readers: int = 11
+    num_talkers: int = 6
+    num_readers: int = 10
     talker_tokens: int = 350
-    reader_prompt: tuple[int, int] = (70, 120)  # several are prefilled in one chunk
-    long_prompt: int = 1100  # of one reader: several chunks
+    reader_prompt: tuple[int, int] = (80, 120)
+    num_long: int = 2
+    long_prompt: int = 900  # more than a chunk
     reader_tokens: int = 24
     vocabulary: tuple[int, int] = (3, 500)  # token ids that prompts are drawn from
 
 
-SLOWER = Shape(4, 8, 80, reader_prompt=(50, 90), long_prompt=300, reader_tokens=12, vocabulary=(100, 40_000))
+SLOWER = Shape(4, 8, 80, reader_prompt=(50, 90), long_prompt=280, reader_tokens=12, vocabulary=(100, 40_000))
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _talker(shape: Shape, draw: random.Random, number: int) -> _Draft:
 
 
 def _reader(shape: Shape, draw: random.Random, number: int) -> _Draft:
-    length = shape.long_prompt if number == 0 else draw.randint(*shape.reader_prompt)
+    length = shape.long_prompt if number < shape.num_long else draw.randint(*shape.reader_prompt)
     request = pb.GenerateRequest()
     if number % 3 == 2:
         request.text = " ".join(draw.choices(WORDS, k=length // 3))
