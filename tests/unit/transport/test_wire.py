@@ -60,6 +60,39 @@ def test_nothing_is_posted_before_the_wire_is_up() -> None:
         wire.up.result(0)
 
 
+def test_a_group_that_cannot_be_made_says_why() -> None:
+    def connect() -> Group:
+        raise RuntimeError("no route to host\nand the stack behind it")
+
+    wire = TorchWire(connect, "send")
+    with pytest.raises(LinkDown, match=r"^no route to host$"):
+        wire.up.result(5)
+    wire.ended.result(5)
+
+
+def test_a_peer_that_is_not_met_says_why() -> None:
+    class Alone(Group):
+        def meet(self, failed: threading.Event) -> None:
+            raise RuntimeError("nobody came")
+
+    wire = TorchWire(Alone, "receive")
+    with pytest.raises(LinkDown, match=r"^nobody came$"):
+        wire.up.result(5)
+    wire.ended.result(5)
+
+
+def test_a_group_that_cannot_be_closed_is_what_the_wire_ends_with() -> None:
+    class Stuck(Group):
+        def close(self) -> None:
+            raise RuntimeError("somebody is inside")
+
+    wire = TorchWire(Stuck, "send")
+    wire.up.result(5)
+    wire.fail("over")
+    with pytest.raises(RuntimeError, match="somebody is inside"):
+        wire.ended.result(5)
+
+
 def test_an_error_without_words_is_named() -> None:
     assert brief(KeyError()) == "KeyError"
     assert brief(RuntimeError("x" * 300)) == "x" * 200
