@@ -28,7 +28,7 @@ from tests.chaos.table.stillness import Stillness
 from tests.e2e.harness import Cluster
 
 START_LIMIT_S = 60.0  # until all talkers decode
-AIM_LIMIT_S = 2.0
+AIM_LIMIT_S = 3.0
 WHOLE_LIMIT_S = 120.0
 CLEAN_LIMIT_S = 5.0
 SLOW_FOR_S = 8.0
@@ -145,7 +145,7 @@ async def _best_moment(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sen
 
 def _wanted(waited_s: float) -> int:
     """How many hits are worth it: less and less, as the readers get through."""
-    return next((hits for hits, until_s in ((4, 0.3), (3, 0.6), (2, 1.0)) if waited_s < until_s), 1)
+    return next((hits for hits, until_s in ((4, 1.0), (3, 1.5), (2, 2.0)) if waited_s < until_s), 1)
 
 
 def _worth(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> float:
