@@ -56,9 +56,11 @@ class Place:
 
     @property
     def is_half_way(self) -> bool:
-        """Whether KV has landed of a prompt that is still being computed: once it is, the rest is on its way."""
-        said = (self.prefill.said.state, self.decode.said.state) if self.prefill and self.decode else ("", "")
-        return said == ("computing", "landing")
+        """Whether layers have landed of all pages of a prompt while it is computed: it is about to be transferring."""
+        if self.prefill is None or self.decode is None:
+            return False
+        sent, got = self.prefill.said, self.decode.said
+        return (sent.state, got.state) == ("computing", "landing") and sent.pages == got.pages
 
     def is_on(self, worker: str) -> bool:
         """Whether the worker has a part of it."""

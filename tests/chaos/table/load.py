@@ -4,7 +4,8 @@ A set's life: drawn by seed -> answered once on the cluster before any fault -> 
 
 Talkers have short prompts and long answers: they decode. Readers have longer prompts and short answers: they queue, are
 prefilled, and their KV is on its way. The first of them, one for each prefill worker, have long prompts: while a chunk
-of these is computed the others gather behind it, and share the next pass. Greedy and seeded, text and token ids, with and without stop strings.
+of these is computed the others gather behind it, and share the next pass. Greedy and seeded, text and token ids, with
+and without stop strings.
 """
 
 import asyncio

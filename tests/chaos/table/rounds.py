@@ -135,17 +135,18 @@ async def _best_moment(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sen
         look = await stage.eye.look()
         waited_s = time.monotonic() - began
         fault, worth = max(((each, _worth(look, aim, each, sent)) for each in made), key=lambda each: each[1])
-        if aim.drains or worth >= _wanted(waited_s) or waited_s > AIM_LIMIT_S:
+        if aim.drains or worth >= _wanted(aim, waited_s) or waited_s > AIM_LIMIT_S:
             return fault, look
-        if not is_slow and max(_num_half_way(look, aim, each, sent) for each in made) >= _wanted(waited_s):
+        if not is_slow and max(_num_half_way(look, aim, each, sent) for each in made) >= _wanted(aim, waited_s):
             is_slow = True
             await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
         await asyncio.sleep(0.002)
 
 
-def _wanted(waited_s: float) -> int:
-    """How many hits are worth it: less and less, as the readers get through."""
-    return next((hits for hits, until_s in ((4, 1.0), (3, 1.5), (2, 2.0)) if waited_s < until_s), 1)
+def _wanted(aim: Aim, waited_s: float) -> int:
+    """How many hits are worth it: of a pass, one decode worker gets half; less and less, as the readers get through."""
+    most = 3 if aim.victim.role == "decode" else 4
+    return max(1, most - int(1.5 * waited_s))
 
 
 def _worth(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> float:
