@@ -58,7 +58,7 @@ def test_a_verdict_sees_every_difference(got: Record, verdict: Verdict) -> None:
 
 def place(prefill: str, decode: str, pages: int = 1) -> Place:
     return Place(
-        Entry("prefill-0", cluster_pb2.LedgerEntry(state=prefill, pages=2)) if prefill else None,
+        Entry("prefill-0", cluster_pb2.LedgerEntry(state=prefill)) if prefill else None,
         Entry("decode-0", cluster_pb2.LedgerEntry(state=decode, pages=pages)) if decode else None,
     )
 
@@ -77,13 +77,6 @@ def place(prefill: str, decode: str, pages: int = 1) -> Place:
 )
 def test_a_state_is_read_from_both_ledgers(where: Place, state: State | None) -> None:
     assert where.state() == state
-
-
-def test_half_way_is_a_prompt_of_which_all_pages_have_begun_to_land_while_it_is_computed() -> None:
-    assert place("computing", "landing", pages=2).is_half_way
-    assert not place("computing", "landing", pages=1).is_half_way, "the first chunk of a long one"
-    assert not place("pushing", "landing", pages=2).is_half_way
-    assert not place("", "landing", pages=2).is_half_way
 
 
 def states_hit(victim: Victim, worker: str, where: Place, of: Record) -> list[Cell]:

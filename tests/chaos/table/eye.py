@@ -54,14 +54,6 @@ class Place:
                 # "pushing": not every payload is acknowledged; "landing": one is
                 return "transferring" if self.decode and self.decode.said.state == "landing" else None
 
-    @property
-    def is_half_way(self) -> bool:
-        """Whether layers have landed of all pages of a prompt while it is computed: it is about to be transferring."""
-        if self.prefill is None or self.decode is None:
-            return False
-        sent, got = self.prefill.said, self.decode.said
-        return (sent.state, got.state) == ("computing", "landing") and sent.pages == got.pages
-
     def is_on(self, worker: str) -> bool:
         """Whether the worker has a part of it."""
         return worker in {entry.worker for entry in (self.prefill, self.decode) if entry}

@@ -3,8 +3,8 @@
 talkers decode -> readers queue, are prefilled, transferred -> (a worker drains) -> looks, until one shows what the
 round is after -> the fault at once -> all answers -> the cluster is whole again -> audit
 
-Links are slowed down until the fault, so that KV is on its way: while prompts are computed of which a payload has
-landed already (a whole pass of them is then transferring when it ends), or from the beginning where a worker drains.
+Links are slowed down until the fault, so that KV is on its way: from the moment that several prompts share a pass (the
+first layers of all of them go first), or from the beginning where a worker drains.
 """
 
 import asyncio
@@ -137,7 +137,7 @@ async def _best_moment(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sen
         fault, worth = max(((each, _worth(look, aim, each, sent)) for each in made), key=lambda each: each[1])
         if aim.drains or worth >= _wanted(aim, waited_s) or waited_s > AIM_LIMIT_S:
             return fault, look
-        if not is_slow and max(_num_half_way(look, aim, each, sent) for each in made) >= _wanted(aim, waited_s):
+        if not is_slow and max(_num_ripe(look, aim, each, sent) for each in made) >= _wanted(aim, waited_s):
             is_slow = True
             await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
         await asyncio.sleep(0.002)
@@ -155,10 +155,12 @@ def _worth(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> float:
     return states.count(aim.states[0]) + sum(states.count(state) for state in aim.states[1:]) / 100
 
 
-def _num_half_way(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> int:
-    """Requests that it would hit while transferring, if links were slow from now on."""
-    labels = candidates(look, sent, aim.victim, fault.worker)
-    return sum(look.place(label).is_half_way for label in labels) if aim.states[0] == "transferring" else 0
+def _num_ripe(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> int:
+    """Requests that it will hit while transferring if links are slow from now on: their pass is their last."""
+    if aim.states[0] != "transferring":
+        return 0
+    states, short = candidates(look, sent, aim.victim, fault.worker), [each for each in sent if not each.job.is_long]
+    return sum(states.get(each.record.label) == "prefilling" for each in short)
 
 
 async def _drain(stage: Stage, made: list[Fault]) -> frozenset[str]:
