@@ -4,6 +4,7 @@ It loads, waits for its turn (as a spare, for as long as another one serves), li
 """
 
 import asyncio
+import gc
 import logging
 import signal
 from pathlib import Path
@@ -35,13 +36,14 @@ LISTEN_INTERVAL_S = 0.02
 async def serve_router(config: NodeConfig, lock: Path) -> None:
     """Serve when it is this one's turn, until SIGTERM or SIGINT; then let running requests finish within a limit."""
     text = TextModel.load(Path(config.model_dir))
+    gc.freeze()  # what was loaded stays: a full collection that walked it would stop every stream for 80 ms
     async with turn(lock):
         await _serve(config, text)
 
 
 async def _serve(config: NodeConfig, text: TextModel) -> None:
     cluster = config.cluster
-    room = WaitingRoom(cluster.queue_limit)
+    room = WaitingRoom(cluster.queue_limit, cluster.patience)
     health_changed = asyncio.Event()
 
     def changed() -> None:

@@ -1,6 +1,7 @@
 """What both worker roles share: loading the engine, serving, registering, and ending together."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -27,7 +28,9 @@ HANG_UP_S = 1.0  # for routers to see that a drained worker has left, before its
 
 def load(config: NodeConfig) -> Engine:
     """The engine of this worker; takes seconds."""
-    return load_engine(engine_config(config.cluster, config.model_dir))
+    engine = load_engine(engine_config(config.cluster, config.model_dir))
+    gc.freeze()  # what was loaded stays: no full collection need walk it while tokens wait
+    return engine
 
 
 def engine_config(cluster: ClusterConfig, model_dir: str) -> EngineConfig:

@@ -102,14 +102,12 @@ class Directory:
         while info.incarnation not in self._left:
             try:
                 await self._attend(info)
-            except WorkerLost as error:
-                _log.warning("lost %s: %s", info.id, error)
             except Exception:  # root of the task: one worker's trouble must not hide it for ever
                 _log.exception("%s", info.id)
             await asyncio.sleep(RECONNECT_DELAY_S)  # back-off: the same incarnation may come back
 
     async def _attend(self, info: WorkerInfo) -> None:
-        """One connection, from the first beat to its end. Raises WorkerLost."""
+        """One connection, from the first beat to its end."""
         channel = self._connect(info.address)
         heartbeat = Heartbeat(info, channel, self._stuck_after_s)
         peer: Peer | None = None
@@ -119,9 +117,9 @@ class Directory:
             self._peers[info.incarnation] = peer
             self._on_change()
             await self._listen(peer, heartbeat)
-        except WorkerLost as lost:
+        except WorkerLost as lost:  # before the first beat, it may be an incarnation that is gone and still registered
+            _log.warning("%s: %s", "lost" if peer else "not reached", lost)
             error = lost
-            raise
         finally:
             if peer is not None:
                 if _has_drained(peer):  # it went for good, even if the registry was away and did not hear of it
