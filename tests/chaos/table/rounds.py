@@ -130,16 +130,18 @@ async def _strike(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sent]) -
 
 async def _best_moment(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sent]) -> tuple[Fault, Look]:
     """Look until a fault would hit the neediest state well; in the end take what there is."""
-    began, is_slow = time.monotonic(), aim.drains
+    began, coming = time.monotonic(), 0  # hits to be had since links are slow
     while True:
         look = await stage.eye.look()
         waited_s = time.monotonic() - began
+        wanted = _wanted(aim, waited_s)
         fault, worth = max(((each, _worth(look, aim, each, sent)) for each in made), key=lambda each: each[1])
-        if aim.drains or worth >= _wanted(aim, waited_s) or waited_s > AIM_LIMIT_S:
+        if aim.drains or worth >= min(wanted, coming or wanted) or waited_s > AIM_LIMIT_S:
             return fault, look
-        if not is_slow and max(_num_ripe(look, aim, each, sent) for each in made) >= _wanted(aim, waited_s):
-            is_slow = True
-            await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
+        if not coming and aim.states[0] == "transferring":
+            coming = max(num_coming(look, aim, each, sent, wanted) for each in made)
+            if coming:
+                await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
         await asyncio.sleep(0.002)
 
 
@@ -149,18 +151,18 @@ def _wanted(aim: Aim, waited_s: float) -> int:
     return max(1, most - int(1.5 * waited_s))
 
 
+def num_coming(look: Look, aim: Aim, fault: Fault, sent: list[Sent], wanted: int) -> int:
+    """Requests that it will hit while transferring if links are slow from now on; 0 if a later pass promises more."""
+    found = candidates(look, sent, aim.victim, fault.worker)
+    states = [found.get(each.record.label) for each in sent if not each.job.is_long]  # whose pass is their last
+    num_computing = states.count("prefilling")
+    return num_computing if num_computing >= min(wanted, states.count("queued")) else 0
+
+
 def _worth(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> float:
     """Requests that it would hit in the neediest state; a little for those in others."""
     states = list(candidates(look, sent, aim.victim, fault.worker).values())
     return states.count(aim.states[0]) + sum(states.count(state) for state in aim.states[1:]) / 100
-
-
-def _num_ripe(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> int:
-    """Requests that it will hit while transferring if links are slow from now on: their pass is their last."""
-    if aim.states[0] != "transferring":
-        return 0
-    states, short = candidates(look, sent, aim.victim, fault.worker), [each for each in sent if not each.job.is_long]
-    return sum(states.get(each.record.label) == "prefilling" for each in short)
 
 
 async def _drain(stage: Stage, made: list[Fault]) -> frozenset[str]:
