@@ -1,5 +1,6 @@
 """The failure table: what it counts as a hit and as a fault, and two of its cells on a real cluster."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,11 @@ from tests.chaos.table.cells import (
     select,
 )
 from tests.chaos.table.eye import Entry, Look, Place
+from tests.chaos.table.faults import Signalled
 from tests.chaos.table.hits import Sent, Strike, hits
 from tests.chaos.table.load import Job, late_text
 from tests.chaos.table.record import Expected, Received, Record, Verdict, judge
+from tests.chaos.table.rounds import Aim, num_coming
 from tests.chaos.table.stillness import Stillness
 from tests.chaos.table.table import Table
 
@@ -77,6 +80,19 @@ def place(prefill: str, decode: str, pages: int = 1) -> Place:
 )
 def test_a_state_is_read_from_both_ledgers(where: Place, state: State | None) -> None:
     assert where.state() == state
+
+
+@pytest.mark.parametrize(
+    ("num_computing", "num_queued", "coming"), [(4, 5, 4), (3, 5, 0), (3, 3, 3), (2, 3, 0), (1, 0, 1), (0, 0, 0)]
+)
+def test_links_get_slow_for_a_pass_of_many_or_the_last_ones(num_computing: int, num_queued: int, coming: int) -> None:
+    places = [place("computing", "reserved")] * num_computing + [place("queued", "reserved")] * num_queued
+    jobs = [Job(pb.GenerateRequest(), EXPECTED, 40, is_talker=False) for _ in places]
+    sent = [Sent(job, Record(str(number), sent_at=0.0)) for number, job in enumerate(jobs)]
+    sent.append(Sent(Job(pb.GenerateRequest(), EXPECTED, 900, is_talker=False, is_long=True), Record("long", 0.0)))
+    look = Look(FAULT_AT, {"long": place("computing", "landing"), **{str(n): each for n, each in enumerate(places)}})
+    fault = Signalled(0, signal.SIGKILL, "prefill-0")
+    assert num_coming(look, Aim(PREFILL_KILLED, ["transferring"]), fault, sent, 4) == coming
 
 
 def states_hit(victim: Victim, worker: str, where: Place, of: Record) -> list[Cell]:

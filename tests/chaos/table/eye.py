@@ -54,12 +54,6 @@ class Place:
                 # "pushing": not every payload is acknowledged; "landing": one is
                 return "transferring" if self.decode and self.decode.said.state == "landing" else None
 
-    @property
-    def is_half_way(self) -> bool:
-        """Whether KV has landed of a prompt that is still being computed: once it is, the rest is on its way."""
-        said = (self.prefill.said.state, self.decode.said.state) if self.prefill and self.decode else ("", "")
-        return said == ("computing", "landing")
-
     def is_on(self, worker: str) -> bool:
         """Whether the worker has a part of it."""
         return worker in {entry.worker for entry in (self.prefill, self.decode) if entry}

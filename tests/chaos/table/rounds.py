@@ -3,8 +3,8 @@
 talkers decode -> readers queue, are prefilled, transferred -> (a worker drains) -> looks, until one shows what the
 round is after -> the fault at once -> all answers -> the cluster is whole again -> audit
 
-Links are slowed down until the fault, so that KV is on its way: while prompts are computed of which a payload has
-landed already (a whole pass of them is then transferring when it ends), or from the beginning where a worker drains.
+Links are slowed down until the fault, so that KV is on its way: from the moment that several prompts share a pass (the
+first layers of all of them go first), or from the beginning where a worker drains.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.chaos.table.stillness import Stillness
 from tests.e2e.harness import Cluster
 
 START_LIMIT_S = 60.0  # until all talkers decode
-AIM_LIMIT_S = 2.0
+AIM_LIMIT_S = 3.0
 WHOLE_LIMIT_S = 120.0
 CLEAN_LIMIT_S = 5.0
 SLOW_FOR_S = 8.0
@@ -130,34 +130,39 @@ async def _strike(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sent]) -
 
 async def _best_moment(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sent]) -> tuple[Fault, Look]:
     """Look until a fault would hit the neediest state well; in the end take what there is."""
-    began, is_slow = time.monotonic(), aim.drains
+    began, coming = time.monotonic(), 0  # hits to be had since links are slow
     while True:
         look = await stage.eye.look()
         waited_s = time.monotonic() - began
+        wanted = _wanted(aim, waited_s)
         fault, worth = max(((each, _worth(look, aim, each, sent)) for each in made), key=lambda each: each[1])
-        if aim.drains or worth >= _wanted(waited_s) or waited_s > AIM_LIMIT_S:
+        if aim.drains or worth >= min(wanted, coming or wanted) or waited_s > AIM_LIMIT_S:
             return fault, look
-        if not is_slow and max(_num_half_way(look, aim, each, sent) for each in made) >= _wanted(waited_s):
-            is_slow = True
-            await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
+        if not coming and aim.states[0] == "transferring":
+            coming = max(num_coming(look, aim, each, sent, wanted) for each in made)
+            if coming:
+                await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
         await asyncio.sleep(0.002)
 
 
-def _wanted(waited_s: float) -> int:
-    """How many hits are worth it: less and less, as the readers get through."""
-    return next((hits for hits, until_s in ((4, 0.3), (3, 0.6), (2, 1.0)) if waited_s < until_s), 1)
+def _wanted(aim: Aim, waited_s: float) -> int:
+    """How many hits are worth it: of a pass, one decode worker gets half; less and less, as the readers get through."""
+    most = 3 if aim.victim.role == "decode" else 4
+    return max(1, most - int(1.5 * waited_s))
+
+
+def num_coming(look: Look, aim: Aim, fault: Fault, sent: list[Sent], wanted: int) -> int:
+    """Requests that it will hit while transferring if links are slow from now on; 0 if a later pass promises more."""
+    found = candidates(look, sent, aim.victim, fault.worker)
+    states = [found.get(each.record.label) for each in sent if not each.job.is_long]  # whose pass is their last
+    num_computing = states.count("prefilling")
+    return num_computing if num_computing >= min(wanted, states.count("queued")) else 0
 
 
 def _worth(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> float:
     """Requests that it would hit in the neediest state; a little for those in others."""
     states = list(candidates(look, sent, aim.victim, fault.worker).values())
     return states.count(aim.states[0]) + sum(states.count(state) for state in aim.states[1:]) / 100
-
-
-def _num_half_way(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> int:
-    """Requests that it would hit while transferring, if links were slow from now on."""
-    labels = candidates(look, sent, aim.victim, fault.worker)
-    return sum(look.place(label).is_half_way for label in labels) if aim.states[0] == "transferring" else 0
 
 
 async def _drain(stage: Stage, made: list[Fault]) -> frozenset[str]:
