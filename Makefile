@@ -20,13 +20,22 @@ bench: $(VENV)/.run  ## Measure TTFT, TPOT and throughput beside the floors of t
 bench-handover: $(VENV)/.run  ## Measure what moving KV costs, beside bare Gloo, and how much of it a request sees
 	$(BIN)/python -m benchmarks.handover $(ARGS)
 
+bench-stages: $(VENV)/.dev  ## Measure the textbook's statements about prefill and decode, and plot them
+	$(BIN)/python -m benchmarks.stages $(ARGS)
+
+bench-branches: $(VENV)/.run  ## Measure what n completions of one prompt cost, beside one and beside n requests
+	$(BIN)/python -m benchmarks.branches $(ARGS)
+
+bench-scheduling: $(VENV)/.run  ## Measure how long short prompts wait behind long ones, and long ones among short ones
+	$(BIN)/python -m benchmarks.scheduling $(ARGS)
+
 ##@ Develop
 
 parity: $(VENV)/.dev  ## Compare every family, token by token, with transformers; ARGS="--prompts 0" without real models
 	$(BIN)/python -m benchmarks.parity $(ARGS)
 
-test: $(VENV)/.dev  ## Run all tests; ARGS="tests/unit -m 'not slow'" for fewer
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.dev  ## Run all tests, in two processes; ARGS="tests/unit -m 'not slow'" for fewer, in one
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --no-loadscope-reorder)
 
 chaos: $(VENV)/.dev  ## Print the failure table, in under 25 minutes; ARGS="--hits 2 --cells 'decoding/*'" for less
 	$(BIN)/python -m tests.chaos.table $(ARGS)
@@ -65,7 +74,7 @@ clean:  ## Remove everything that make created: .venv, build output, caches
 	find $(PACKAGES) tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 help:  ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # ---- the virtual environment: .run serves, .dev tests as well -------------------------------------------------------
 
@@ -88,4 +97,4 @@ $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --no-compile -e '.[cluster,dev]'
 	@touch $@
 
-.PHONY: demo bench bench-handover parity test chaos simulate soak check format proto proto-image clean help mutants
+.PHONY: demo bench bench-handover bench-stages bench-branches bench-scheduling parity test chaos simulate soak check format proto proto-image clean help mutants

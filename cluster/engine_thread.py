@@ -24,7 +24,7 @@ Update = TypeVar("Update", covariant=True)
 U = TypeVar("U")
 T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
-IDLE_WAIT_S = 0.25  # how soon the thread sees that it should stop, or that there is a call
+IDLE_WAIT_S = 0.05  # how soon the thread sees that it should stop, or that there is a call
 CALL_LIMIT_S = 2.0
 AUDIT_INTERVAL_S = 5.0  # between audits of an idle engine
 

@@ -40,7 +40,13 @@ async def serve_prefill(config: NodeConfig) -> str:
     engine = load(config)
     own = own_end(config, engine)
     cluster = config.cluster
-    worker = PrefillWorker(engine, cluster.chunk_tokens, slot_bytes(config, engine), verify_kv=cluster.verify_kv)
+    worker = PrefillWorker(
+        engine,
+        cluster.chunk_tokens,
+        slot_bytes(config, engine),
+        verify_kv=cluster.verify_kv,
+        patience=cluster.patience,
+    )
     links = prefill_links(own, link_config(config, engine), engine.cache.pages.device)
     servicer = PrefillServicer(worker.submit, links)
     thread: EngineThread[StepUpdate] = EngineThread(worker, servicer.deliver)

@@ -43,7 +43,7 @@ async def serve_router(config: NodeConfig, lock: Path) -> None:
 
 async def _serve(config: NodeConfig, text: TextModel) -> None:
     cluster = config.cluster
-    room = WaitingRoom(cluster.queue_limit)
+    room = WaitingRoom(cluster.queue_limit, cluster.patience)
     health_changed = asyncio.Event()
 
     def changed() -> None:

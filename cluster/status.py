@@ -13,8 +13,9 @@ from typing import Any
 
 import grpc.aio
 
+from cluster.answers import plain
 from cluster.flags import RouterFlags
-from cluster.generate import explained, plain
+from cluster.generate import explained
 from cluster.live import live, percent
 from pdserve import rpc
 from pdserve.v1 import cluster_pb2_grpc

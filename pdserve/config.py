@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pdserve.due import PATIENCE
 from pdserve.errors import ConfigError
 from pdserve.plain import from_plain, to_plain
 
@@ -35,6 +36,7 @@ class ClusterConfig:
     chunk_tokens: int = 256  # prompt tokens of a prefill step
     slot_bytes: int = 4 * 2**20  # of a link's staging slot
     queue_limit: int = 256  # requests that wait in a router
+    patience: int = PATIENCE  # times its length of later, shorter prompts that one waits for; 0: none
     stuck_after_s: float = 10.0  # an engine without progress for so long is killed
     host: str = "127.0.0.1"  # what every server binds to
     grpc_port: int = 0  # of the router; 0: a free one
@@ -81,6 +83,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "chunk_tokens": (1, 65536),
     "slot_bytes": (2**16, 2**30),
     "queue_limit": (1, 10**6),
+    "patience": (0, 10**6),
     "stuck_after_s": (1, math.inf),
     "grpc_port": (0, 65535),
 }

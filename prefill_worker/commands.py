@@ -12,12 +12,13 @@ from transport.base import SendLink, SendSlot
 
 @dataclass(frozen=True)
 class Start:
-    """Compute this prompt; with a ticket, push its pages over the link."""
+    """Compute this prompt; with a ticket, push its pages over the link. Lower priority is computed first."""
 
     call: int  # names the prefill call, unique in this process
     request: WorkRequest
     ticket: Ticket | None = None
     link: SendLink | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which prompt tokens the next pass computes: first come, first served, under a token budget. Plain Python.
+"""Which prompt tokens the next pass computes, under a token budget: shortest first, with ageing. Plain Python.
 
     waiting ──(pages taken, known prefix pinned)──> computing ──(last chunk)──> computed
 
@@ -7,13 +7,20 @@ but a prompt's last one end where a page ends. Before each of its chunks a promp
 published meanwhile; if the page that it needs next is in the very plan that is being made, it waits for the next one.
 So prompts that arrive together compute what they share once.
 
-A prompt takes all its pages at once: two that hold half of what they need could wait for each other for ever.
+Order: priority, then what goes on after a fault before what is new, then who is due (see pdserve.due), where fewer
+tokens left are due sooner. It is looked at for every pass: a long prompt gives way when its chunk is computed, and
+keeps its pages meanwhile.
+
+A prompt takes all its pages at once: two that hold half of what they need could wait for each other for ever. Who has
+none waits behind the first one that waits for pages; who has them goes on, so that they come back. Those that come
+before that first one take pages before it, but they are bounded as all overtaking is.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.pages import PagePool
+from pdserve.due import Arrivals
 from pdserve.errors import NoCapacity
 from pdserve.prefix import prompt_hashes
 from pdserve.request import WorkRequest
@@ -26,6 +33,9 @@ class Prompt:
     call: int
     request: WorkRequest
     hashes: Sequence[bytes]  # of its whole pages
+    priority: int = 0  # lower goes first
+    place: int = 0  # in order of arrival
+    num_known: int = 0  # tokens that were cached when it came
     page_ids: list[int] = field(default_factory=list)
     num_ready: int = 0  # tokens whose KV is in the pages
     num_cached: int = 0  # of them, not computed for this prompt
@@ -34,6 +44,11 @@ class Prompt:
     def length(self) -> int:
         """Tokens in all."""
         return len(self.request.token_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to be computed, as far as one knows: what is cached may be evicted before its turn."""
+        return self.length - max(self.num_ready, self.num_known)
 
     @property
     def is_computed(self) -> bool:
@@ -54,14 +69,20 @@ class PlannedChunk:
         """Whether the prompt is computed after this chunk."""
         return self.end == self.prompt.length
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens."""
+        return self.prompt.request.token_ids[self.start : self.end]
+
 
 class PrefillScheduler:
     """The queue of prompts of one engine."""
 
-    def __init__(self, pool: PagePool, page_tokens: int, budget: int) -> None:
+    def __init__(self, pool: PagePool, page_tokens: int, budget: int, patience: int) -> None:
         self._pool = pool
         self._page_tokens = page_tokens
         self._budget = max(budget, page_tokens)
+        self._arrivals = Arrivals(patience)
         self._queue: list[Prompt] = []
 
     @property
@@ -69,13 +90,19 @@ class PrefillScheduler:
         """Prompt tokens that wait to be computed; from any thread."""
         return sum(prompt.length - prompt.num_ready for prompt in list(self._queue))
 
-    def add(self, call: int, request: WorkRequest) -> Prompt:
-        """Put a prompt at the end of the queue; a resumed one before those that have delivered nothing yet."""
+    def add(self, call: int, request: WorkRequest, priority: int = 0) -> Prompt:
+        """Put a prompt into the queue."""
         hashes = prompt_hashes((*request.token_ids, 0), self._page_tokens)  # one more token: of the last page as well
-        prompt = Prompt(call, request, hashes)
-        is_resumed = [bool(each.request.num_emitted) for each in self._queue]
-        self._queue.insert(sum(is_resumed) if request.num_emitted else len(is_resumed), prompt)
+        prompt = Prompt(call, request, hashes, priority)
+        prompt.num_known = len(self._pool.find(self._wanted(prompt))) * self._page_tokens
+        prompt.place = self._arrivals.add(prompt.num_left)
+        self._queue.append(prompt)
         return prompt
+
+    def _rank(self, prompt: Prompt) -> tuple[int, bool, int, int]:
+        """Who goes first: the least."""
+        due = self._arrivals.due(prompt.place, prompt.num_left)
+        return prompt.priority, not prompt.request.num_emitted, due, prompt.place
 
     def remove(self, prompt: Prompt) -> None:
         """Take a prompt out, wherever it is; its pages stay its own."""
@@ -83,14 +110,14 @@ class PrefillScheduler:
             self._queue.remove(prompt)
 
     def schedule(self) -> list[PlannedChunk]:
-        """The chunks of the next pass, oldest prompt first; empty when nothing waits or no page is free.
+        """The chunks of the next pass, in order of rank; empty when nothing waits or no page is free.
 
         The plan before must be through: `advance`, or dropped.
         """
         plan: list[PlannedChunk] = []
         budget, has_room = self._budget, True
         coming: set[bytes] = set()  # pages that this plan computes
-        for prompt in self._queue:
+        for prompt in sorted(self._queue, key=self._rank):
             wanted = self._wanted(prompt)
             known = len(self._pool.find(wanted))
             end = self._chunk_end(prompt, known, budget)
@@ -99,7 +126,7 @@ class PrefillScheduler:
             if not coming.isdisjoint(wanted[known : known + 1]) or not (has_room or prompt.page_ids):
                 continue
             if not self._take_over(prompt, known):
-                has_room = False  # nobody overtakes the first one that waits for pages
+                has_room = False  # nobody behind the first one that waits for pages takes any
                 continue
             plan.append(PlannedChunk(prompt, prompt.num_ready, end))
             budget -= end - prompt.num_ready

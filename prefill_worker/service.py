@@ -56,7 +56,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             ticket = ticket_from_wire(request.ticket) if request.HasField("ticket") else None
             link = await self._link(ticket) if ticket else None
-            self._submit(Start(number, request_from_wire(request.request), ticket, link))
+            self._submit(Start(number, request_from_wire(request.request), ticket, link, request.priority))
             await _answer(events, context)
         except PdserveError as error:
             await rpc.abort(context, error)

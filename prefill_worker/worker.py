@@ -23,6 +23,7 @@ from engine.pages import PageCounts, PagePool
 from engine.pilot import Pilot, pilot_of
 from engine.runner import Forward
 from engine.sampler import Step, sample
+from pdserve.due import PATIENCE
 from pdserve.errors import Draining, InvalidRequest, LegFailed, LinkDown, PdserveError, ProtocolError
 from pdserve.ledger import Ledger, LedgerEntry, State
 from pdserve.request import Token, check
@@ -78,13 +79,15 @@ class _Pass:
 class PrefillWorker:
     """One engine that prefills."""
 
-    def __init__(self, engine: Engine, chunk_tokens: int, slot_bytes: int, *, verify_kv: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, chunk_tokens: int, slot_bytes: int, *, verify_kv: bool = False, patience: int = PATIENCE
+    ) -> None:
         self._engine = engine
         self._layout = engine.card.kv_layout
         self._slot_bytes = slot_bytes
         self._verify_kv = verify_kv
         self._pool = PagePool(engine.cache.num_pages)
-        self._scheduler = PrefillScheduler(self._pool, self._layout.page_tokens, chunk_tokens)
+        self._scheduler = PrefillScheduler(self._pool, self._layout.page_tokens, chunk_tokens, patience)
         self._commands: Mailbox[Command] = Mailbox()
         self.is_idle = True  # nothing to do before the next command
         self._calls: dict[int, _Call] = {}
@@ -166,7 +169,8 @@ class PrefillWorker:
         except PdserveError as error:
             update.failed.append(Failed(start.call, error))
         else:
-            self._calls[start.call] = _Call(self._scheduler.add(start.call, start.request), outgoing, pilot)
+            prompt = self._scheduler.add(start.call, start.request, start.priority)
+            self._calls[start.call] = _Call(prompt, outgoing, pilot)
 
     def _accept(self, start: Start) -> Outgoing | None:
         """The push side of a call that can be served."""
@@ -197,7 +201,8 @@ class PrefillWorker:
                 self._fail(number, LegFailed(f"decode wants no more of it: {abort.reason}"), update)
 
     def _begin(self, plan: list[PlannedChunk]) -> None:
-        forward = self._engine.runner.start([_as_chunk(planned) for planned in plan])
+        chunks = [Chunk(each.token_ids, each.start, each.prompt.page_ids, sample=each.is_last) for each in plan]
+        forward = self._engine.runner.start(chunks)
         num_pages = sum(self._layout.pages_for(chunk.end - chunk.start) for chunk in plan)
         self._pass = _Pass(plan, forward, group_size(num_pages, self._layout, self._slot_bytes))
 
@@ -291,9 +296,3 @@ class PrefillWorker:
     def _free(self, prompt: Prompt) -> None:
         self._pool.give_back(prompt.page_ids, prompt.call)
         prompt.page_ids = []
-
-
-def _as_chunk(planned: PlannedChunk) -> Chunk:
-    prompt = planned.prompt
-    token_ids = prompt.request.token_ids[planned.start : planned.end]
-    return Chunk(token_ids, planned.start, prompt.page_ids, sample=planned.is_last)

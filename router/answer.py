@@ -67,12 +67,13 @@ class Answer:
             model_fingerprint=card.fingerprint,
             prompt_tokens=work.prompt_length,
             exact=card.exact,
+            index=self.plan.index,
         )
 
     def delta(self, token: Token) -> pb.Delta:
         """The token's delta; the last one carries all text that was withheld."""
         text, self._owed = self._owed + self._advance(token), ""
-        delta = pb.Delta(token_number=token.number, text=text, token_ids=[token.token_id])
+        delta = pb.Delta(index=self.plan.index, token_number=token.number, text=text, token_ids=[token.token_id])
         if token.logprob is not None:
             scored = Scored(Candidate(token.token_id, token.logprob), token.top_logprobs)
             delta.top_logprobs.append(_top_logprobs(scored, self._model.text))
@@ -93,7 +94,7 @@ class Answer:
 
     def rest(self) -> pb.Delta:
         """The delta of a completion whose tokens the client has: text alone, perhaps none."""
-        return pb.Delta(token_number=self.work.num_emitted, text=self._owed)
+        return pb.Delta(index=self.plan.index, token_number=self.work.num_emitted, text=self._owed)
 
     def _advance(self, token: Token) -> str:
         is_eos = token.finish == "stop_token" and token.token_id in self.plan.eos_token_ids

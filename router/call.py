@@ -27,20 +27,22 @@ class Out:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.delivered_tokens: int | None = None  # None: no token of this call was written yet
+        self._turn = asyncio.Lock()  # gRPC takes one message at a time
+        self.delivered: dict[int, int] = {}  # completion tokens that the client has, by choice; none before a delta
 
     async def write(self, message: Any) -> None:
         """Send a message, and wait until gRPC has taken it. Raises Cancelled when the client is gone."""
-        try:
-            await self._context.write(message)
-        except grpc.aio.InternalError as error:
-            raise Cancelled("the client went away") from error
+        async with self._turn:
+            try:
+                await self._context.write(message)
+            except grpc.aio.InternalError as error:
+                raise Cancelled("the client went away") from error
 
     async def end(self, error: PdserveError) -> NoReturn:
         """End the call with this error, which says what the client has already."""
-        if self.delivered_tokens is None:
+        if not self.delivered:
             await rpc.abort(self._context, error)
-        await rpc.abort_partial(self._context, error, self.delivered_tokens)
+        await rpc.abort_partial(self._context, error, sum(self.delivered.values()))
 
 
 @asynccontextmanager

@@ -12,9 +12,11 @@ from router.decode_client import HeldTicket
 from router.directory import Directory
 from router.peers import DecodePeer, PrefillPeer
 from router.policy import Known, choose, open_prefills
-from router.waiting_room import Arrival, Seat, WaitingRoom
+from router.rank import Arrival, QueuedPrompt, Rank
+from router.waiting_room import Seat, WaitingRoom
 
 NO_WORKER_LIMIT_S = 30.0  # a restarted worker is back well before
+BESIDE_TOKENS = 2**31  # what a worker counts as knowing that holds the prompt for another choice: more than any load
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Wish:
 
     work: WorkRequest
     resumes: bool  # an earlier attempt failed
+    follows: bool = False  # another choice of the same request went ahead
+    beside: Incarnation | None = None  # the decode worker that holds the prompt for that one
 
 
 @dataclass(eq=False)
@@ -32,20 +36,17 @@ class Legs:
     prefill: PrefillPeer
     decode: DecodePeer | None
     ticket: HeldTicket | None
-    num_waiting: int = 0  # prompt tokens that count as queued on the prefill worker
-    num_resuming: int = 0  # 1 while this resumed request counts as being prefilled
+    queued: QueuedPrompt | None = None  # what counts as waiting on the prefill worker
 
-    def occupy(self, num_tokens: int, *, resumes: bool) -> None:
-        """Count `num_tokens` of the prompt as queued on the prefill worker."""
-        self.num_waiting, self.num_resuming = num_tokens, int(resumes)
-        self.prefill.client.queued_tokens += self.num_waiting
-        self.prefill.client.num_resuming += self.num_resuming
+    def occupy(self, prompt: QueuedPrompt) -> None:
+        """Count the prompt as queued on the prefill worker."""
+        self.queued = prompt
+        self.prefill.client.queued.add(prompt)
 
     def vacate(self) -> None:
         """The prompt is computed, or given up; a second time is no error."""
-        self.prefill.client.queued_tokens -= self.num_waiting
-        self.prefill.client.num_resuming -= self.num_resuming
-        self.num_waiting = self.num_resuming = 0
+        if self.queued is not None:
+            self.prefill.client.queued.discard(self.queued)
 
 
 class Dispatcher:
@@ -57,19 +58,21 @@ class Dispatcher:
         self._chunk_tokens = chunk_tokens
         self._affinity = Affinity()
 
-    def arrive(self, priority: int) -> Arrival:
+    def arrive(self, work: WorkRequest, priority: int) -> Arrival:
         """A request comes for the first time; all its attempts are as old as this."""
-        return self._room.arrive(priority)
+        known = self._known(work)
+        most = max((known(peer.info.incarnation) for peer in self._directory.prefills), default=0)
+        return self._room.arrive(priority, _num_computed(work, most))
 
     @asynccontextmanager
     async def admit(self, wish: Wish, arrival: Arrival) -> AsyncIterator[Legs]:
         """Hold legs for the block. Raises QueueFull, Unavailable, InvalidRequest."""
         async with AsyncExitStack() as held:
             held.callback(self._room.poke)
-            seat = self._room.enter(arrival, resumes=wish.resumes)
+            seat = self._room.enter(arrival, resumes=wish.resumes, follows=wish.follows)
             try:
                 legs = await self._seize(seat, wish, held)
-                self._note(legs, wish)
+                self._note(legs, wish.work, seat.rank)
             finally:
                 self._room.leave(seat)
             held.callback(legs.vacate)
@@ -81,29 +84,31 @@ class Dispatcher:
         self._room.poke()
 
     async def _seize(self, seat: Seat, wish: Wish, held: AsyncExitStack) -> Legs:
+        is_in = wish.follows and not wish.resumes  # the request has had its turn: its choices try once, all together
         while True:
-            await self._turn(seat)
-            known = self._known(wish)
-            prefills = open_prefills(self._directory.prefills, self._chunk_tokens, known, resumes=wish.resumes)
+            if not is_in:
+                await self._turn(seat)
+            is_in = False
+            known = self._known(wish.work)
+            prefills = open_prefills(self._directory.prefills, self._chunk_tokens, known, seat.rank)
             if wish.work.num_emitted + 1 >= wish.work.max_tokens:  # one token is prefill's own: it needs no decode leg
                 if prefills:
                     return Legs(prefills[0], None, None)
             elif legs := await self._reserve(wish, prefills, known, held):
                 return legs
 
-    def _known(self, wish: Wish) -> Known:
+    def _known(self, work: WorkRequest) -> Known:
         """What each worker has probably kept of the prompt."""
         if not self._directory.prefills:
             return lambda _: 0
-        prefix = _prefix(wish, self._directory.prefills[0])
+        prefix = _prefix(work, self._directory.prefills[0])
         return lambda incarnation: self._affinity.known_tokens(prefix, incarnation)
 
-    def _note(self, legs: Legs, wish: Wish) -> None:
+    def _note(self, legs: Legs, work: WorkRequest, rank: Rank) -> None:
         """The prompt goes to these legs."""
-        prefix = _prefix(wish, legs.prefill)
+        prefix = _prefix(work, legs.prefill)
         known_tokens = self._affinity.known_tokens(prefix, legs.prefill.info.incarnation)
-        num_computed = len(wish.work.token_ids) - (0 if wish.work.scores_prompt else known_tokens)
-        legs.occupy(num_computed, resumes=wish.resumes)
+        legs.occupy(QueuedPrompt(rank, _num_computed(work, known_tokens)))
         self._affinity.note(prefix, legs.prefill.info.incarnation)
         if legs.decode is not None:
             self._affinity.note(prefix, legs.decode.info.incarnation)
@@ -124,7 +129,7 @@ class Dispatcher:
     ) -> Legs | None:
         """Ask one decode worker after the other; None when all have refused for now."""
         refused: set[Incarnation] = set()
-        while pair := choose(prefills, self._directory.decodes, known, refused):
+        while pair := choose(prefills, self._directory.decodes, _beside(wish, known), refused):
             prefill, decode = pair
             try:
                 reservation = decode.client.reserve(wish.work, whole=wish.resumes)
@@ -134,5 +139,14 @@ class Dispatcher:
         return None
 
 
-def _prefix(wish: Wish, peer: PrefillPeer) -> Prefix:
-    return Prefix(wish.work.token_ids, peer.info.card.kv_layout.page_tokens)
+def _beside(wish: Wish, known: Known) -> Known:
+    return lambda incarnation: BESIDE_TOKENS if incarnation == wish.beside else known(incarnation)
+
+
+def _prefix(work: WorkRequest, peer: PrefillPeer) -> Prefix:
+    return Prefix(work.token_ids, peer.info.card.kv_layout.page_tokens)
+
+
+def _num_computed(work: WorkRequest, known_tokens: int) -> int:
+    """Tokens that a prefill worker computes which knows so many; all where they are to be scored."""
+    return len(work.token_ids) - (0 if work.scores_prompt else known_tokens)

@@ -16,6 +16,7 @@ from pdserve.membership import WorkerInfo
 from pdserve.vitals import SILENCE_LIMIT_S
 from router.decode_client import DecodeClient
 from router.prefill_client import PrefillClient
+from router.rank import Rank
 from router.recent import Recent
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class PrefillPeer:
         """Note what the worker says of itself."""
         self.beat = beat
         self.recent.add(beat.work)
-        self.others = max(0, beat.load.queued_tokens - self.client.queued_tokens)
+        self.others = max(0, beat.load.queued_tokens - self.client.queued.num_tokens)
 
     @property
     def is_open(self) -> bool:
@@ -51,8 +52,12 @@ class PrefillPeer:
 
     @property
     def queued_tokens(self) -> int:
-        """What it must compute before a new prompt: ours as of now, that of other routers as of the last beat."""
-        return self.client.queued_tokens + self.others
+        """What it has to compute: ours as of now, that of other routers as of the last beat."""
+        return self.client.queued.num_tokens + self.others
+
+    def tokens_before(self, rank: Rank) -> int:
+        """What it computes before a prompt of this rank; of other routers all, whose ranks are not known here."""
+        return self.client.queued.tokens_before(rank) + self.others
 
     def reaches(self, decode: "DecodePeer") -> bool:
         """Whether its link to this incarnation of a decode worker is up."""

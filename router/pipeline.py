@@ -18,9 +18,9 @@ from pdserve.request import Token, WorkRequest
 from router.decode_client import HeldTicket
 from router.dispatch import Dispatcher, Legs, Wish
 from router.prefill_client import PrefillCall
+from router.rank import Arrival
 from router.record import RequestRecord
 from router.recovery import RESUMABLE, Recovery
-from router.waiting_room import Arrival
 
 
 class Pipeline:
@@ -33,9 +33,9 @@ class Pipeline:
 
     async def generate(self, work: WorkRequest, priority: int, record: RequestRecord) -> AsyncGenerator[Token, None]:
         """Yield every token of the completion, numbered without a gap. Raises PdserveError."""
-        arrival, recovery = self._dispatcher.arrive(priority), Recovery(work)
+        arrival, recovery = self._dispatcher.arrive(work, priority), Recovery(work)
         while not recovery.is_finished:
-            wish = Wish(recovery.work(), resumes=recovery.num_resumes > 0)
+            wish = _wish(recovery, record)
             try:
                 async with aclosing(self._attempt(wish, arrival, record)) as tokens:
                     async for token in tokens:
@@ -50,7 +50,7 @@ class Pipeline:
         """Yield tokens up to the last one."""
         async with (
             self._legs(wish, arrival, record) as legs,
-            legs.prefill.client.prefill(wish.work, legs.ticket) as call,
+            legs.prefill.client.prefill(wish.work, legs.ticket, arrival.priority) as call,
         ):
             first = await self._first(call, legs, wish.work, record)
             yield first
@@ -100,3 +100,9 @@ class Pipeline:
             layout = record.prefill.card.kv_layout
             record.kv_bytes += (layout.pages_for(len(work.token_ids)) - held.ticket.cached_pages) * layout.page_bytes
             record.kv_arrived = record.kv_arrived or record.second_token
+
+
+def _wish(recovery: Recovery, record: RequestRecord) -> Wish:
+    lead = record.lead
+    beside = lead.decode.incarnation if lead and lead.decode else None
+    return Wish(recovery.work(), resumes=recovery.num_resumes > 0, follows=lead is not None, beside=beside)

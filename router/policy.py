@@ -9,26 +9,32 @@ from collections.abc import Callable, Collection, Sequence
 from pdserve.model_card import difference
 from pdserve.request import Incarnation
 from router.peers import DecodePeer, PrefillPeer
+from router.rank import Rank
 
-MAX_QUEUED_CHUNKS = 2  # what a prefill worker may have before it; the rest waits where it can still be reordered
+MAX_QUEUED_CHUNKS = 2  # what a prefill worker may compute before it; who has to wait longer takes no decode pages yet
 MAX_RESUMING = 2  # prompts of resumed requests on a prefill worker: a fault must not starve it of new ones
 TOKENS_PER_REQUEST = 256  # known tokens for which a decode worker may have one more request than others
 
 Known = Callable[[Incarnation], int]  # tokens at the beginning of the prompt that a worker has probably kept
 
 
-def open_prefills(
-    prefills: Sequence[PrefillPeer], chunk_tokens: int, known: Known, *, resumes: bool
-) -> list[PrefillPeer]:
-    """Those that have room for another prompt; first the one that would be through with it first."""
+def open_prefills(prefills: Sequence[PrefillPeer], chunk_tokens: int, known: Known, rank: Rank) -> list[PrefillPeer]:
+    """Those that would soon come to a prompt of this rank; first the one that would be through with it first.
+
+    What the worker computes after it does not count: so a short prompt is not stuck behind long ones.
+    """
+
+    def load(peer: PrefillPeer) -> tuple[int, int, str]:
+        return peer.tokens_before(rank) - known(peer.info.incarnation), peer.queued_tokens, peer.info.id
+
     has_room = (
         peer
         for peer in prefills
         if peer.is_open
-        and peer.queued_tokens <= MAX_QUEUED_CHUNKS * chunk_tokens
-        and not (resumes and peer.client.num_resuming >= MAX_RESUMING)
+        and peer.tokens_before(rank) <= MAX_QUEUED_CHUNKS * chunk_tokens
+        and (rank.is_new or peer.client.queued.num_resuming < MAX_RESUMING)
     )
-    return sorted(has_room, key=lambda peer: (peer.queued_tokens - known(peer.info.incarnation), peer.info.id))
+    return sorted(has_room, key=load)
 
 
 def choose(

@@ -20,6 +20,7 @@ from pdserve.internal.v1 import prefill_pb2, prefill_pb2_grpc
 from pdserve.request import Scored, Token, WorkerId, WorkRequest
 from pdserve.wire import request_to_wire, scored_from_wire, ticket_to_wire, token_from_wire
 from router.decode_client import HeldTicket
+from router.rank import QueuedPrompts
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,16 @@ class PrefillClient:
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._open: dict[PrefillCall, None] = {}
         self._lost: PdserveError | None = None
-        self.queued_tokens = 0  # of calls that have not sampled yet
-        self.num_resuming = 0  # of those, resumed requests
+        self.queued = QueuedPrompts()
 
     @asynccontextmanager
-    async def prefill(self, request: WorkRequest, held: HeldTicket | None) -> AsyncIterator[PrefillCall]:
+    async def prefill(
+        self, request: WorkRequest, held: HeldTicket | None, priority: int = 0
+    ) -> AsyncIterator[PrefillCall]:
         """Keep a call open for the time of the block. Raises PdserveError when the worker is lost already."""
         if self._lost is not None:
             raise self._lost
-        message = prefill_pb2.PrefillRequest(request=request_to_wire(request))
+        message = prefill_pb2.PrefillRequest(request=request_to_wire(request), priority=priority)
         if held is not None:
             message.ticket.CopyFrom(ticket_to_wire(held.ticket))
         call = PrefillCall(held)

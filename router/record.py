@@ -1,7 +1,7 @@
 """What is written down about one request, and the only place where usage and stage times are computed.
 
-The service makes a record when a request arrives; the pipeline fills it in while the request walks over the workers
-(`add_token` for every token that it yields); the service turns it into the last message of the answer.
+`Choices` makes a record for every choice of a request; the pipeline fills it in while the choice walks over the workers
+(`add_token` for every token that it yields); `Choices` turns it into the last message of the answer.
 All times are seconds on the event loop's clock, None until the thing has happened.
 """
 
@@ -15,9 +15,10 @@ from pdserve.v1 import generation_pb2 as pb
 
 @dataclass
 class RequestRecord:
-    """One request's times, counts and workers."""
+    """Times, counts and workers of one choice of a request."""
 
     arrived: float
+    lead: "RequestRecord | None" = None  # of the choice of the same request that went ahead with the prompt
     prompt_tokens: int = 0  # after truncation
     chosen: float | None = None  # workers were chosen (first attempt)
     first_token: float | None = None

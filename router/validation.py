@@ -22,6 +22,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LABEL_CHARACTERS = 256
+MAX_CHOICES = 64  # as many as a decode step has rows by default
 DEFAULT_MAX_TOKENS = 256
 _REPLAY_COST = 4  # of a token of `resume`, in characters of a prompt: 2 to 4 us
 _GRAMMAR_COST = 4  # of a byte of a grammar
@@ -38,7 +39,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Plan:
-    """A request that can be served."""
+    """A request that can be served; of several choices, the first."""
 
     work: WorkRequest
     stop: tuple[str, ...]  # stop strings; workers know nothing of them
@@ -46,6 +47,8 @@ class Plan:
     eos_token_ids: frozenset[int]  # those that end this completion: empty with ignore_eos
     window: int
     window_limited: bool  # the window cut max_tokens
+    num_choices: int
+    index: int = 0  # which choice
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def plan(request: pb.GenerateRequest, model: ServedModel, label: str) -> Plan:
     sampling, stopping = _sampling(request.sampling, _seed(request)), _stopping(request.stopping, model)
     top_logprobs = within("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
     prompt_logprobs = within("prompt_logprobs", request.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+    num_choices = within("n", request.n, 1, MAX_CHOICES) if request.HasField("n") else 1
     _check_stage(request)
     steering = steering_of(request, card.vocab_size, model.text)
     _check_resume(request, card)
@@ -88,7 +92,7 @@ def plan(request: pb.GenerateRequest, model: ServedModel, label: str) -> Plan:
     check_choice(work, card.vocab_size)
     work = work.resumed(_received(request, work))
     limited = max_tokens < stopping.max_tokens
-    return Plan(work, stopping.stop, request.priority, eos_token_ids, card.window, limited)
+    return Plan(work, stopping.stop, request.priority, eos_token_ids, card.window, limited, num_choices)
 
 
 def check_label(label: str) -> None:
@@ -122,6 +126,12 @@ def _check_resume(request: pb.GenerateRequest, card: ModelCard) -> None:
     if not request.HasField("resume"):
         return
     resume = request.resume
+    if request.n > 1:
+        problem = (
+            f"{request.n} is not allowed with resume, which goes on with one choice; must be 1 or unset: send one "
+            "request per unfinished choice, with that choice's seed and tokens in resume"
+        )
+        raise InvalidRequest("n", problem)
     if resume.model_fingerprint != card.fingerprint:
         problem = (
             f"{resume.model_fingerprint!r} is not the model that is served here, {card.fingerprint!r}: another one's "

@@ -78,6 +78,7 @@ class GenerateRequest(_message.Message):
     LOGPROBS_STAGE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served."""
     text: _builtins.str
@@ -97,6 +98,10 @@ class GenerateRequest(_message.Message):
     """Report the log-probability of every prompt token but the first, as the model made it, and so many candidates for
     its place, 0 to 20: between `started` and the first delta, not again on a resume. The whole prompt is computed
     then, also what is cached. Unset: none.
+    """
+    n: _builtins.int
+    """Completions of the one prompt, its choices: 1 to 64, with `resume` 1. The prompt is computed once, for the first;
+    the others follow when its KV is there, and share it. Greedy ones are all alike. Unset: 1.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
@@ -132,13 +137,16 @@ class GenerateRequest(_message.Message):
         logprobs_stage: Global___LogprobsStage.ValueType = ...,
         prompt_logprobs: _builtins.int | None = ...,
         grammar: Global___Grammar | None = ...,
+        n: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "grammar", b"grammar", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "grammar", b"grammar", "logprobs", b"logprobs", "logprobs_stage", b"logprobs_stage", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "grammar", b"grammar", "logprobs", b"logprobs", "logprobs_stage", b"logprobs_stage", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
@@ -151,6 +159,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
@@ -202,7 +212,9 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Resume is what a client kept: `started`, and what it has received since."""
+    """Resume is what a client kept of one choice: `started`, and what it has received since. Of a request with n > 1 each
+    unfinished choice is resumed by a request of its own: n = 1, the choice's seed here, sampling.seed unset.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -351,7 +363,7 @@ class Sampling(_message.Message):
     min_p: _builtins.float
     """Keep tokens at least this fraction as likely as the likeliest; in [0, 1]. Unset: 0."""
     seed: _builtins.int
-    """Unset: the router draws one and says so in `started`."""
+    """Unset: the router draws one and says so in `started`. It is the first choice's; those of the others are made of it."""
     repetition_penalty: _builtins.float
     """For tokens of prompt and completion: a positive logit is divided by it, a negative one multiplied. More than 0, at
     most 10; above 1 makes repetition less likely. Unset: 1.
@@ -541,7 +553,7 @@ Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):
-    """Started is what a client keeps to resume a generation."""
+    """Started is what a client keeps to resume a choice. Those of all choices come before the first delta, in order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -551,14 +563,20 @@ class Started(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     seed: _builtins.int
+    """Of this choice: a request of its own with this seed has the same tokens. Of choice i > 0 it is a hash of the first
+    choice's seed and i: BLAKE2b of both, 8 bytes each, digest of 8 bytes, all little-endian.
+    """
     model_fingerprint: _builtins.str
     prompt_tokens: _builtins.int
     """After truncation."""
     exact: _builtins.bool
     """Whether batch, chunking and worker cannot change the tokens (path-invariance)."""
+    index: _builtins.int
+    """Which choice, from 0."""
     def __init__(
         self,
         *,
@@ -568,10 +586,11 @@ class Started(_message.Message):
         model_fingerprint: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         exact: _builtins.bool = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "model", b"model", "model_fingerprint", b"model_fingerprint", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "index", b"index", "model", b"model", "model_fingerprint", b"model_fingerprint", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -587,7 +606,7 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which completion of the request; 0 while only one is made."""
+    """Which choice, from 0. Deltas of several choices come interleaved, those of one in order."""
     token_number: _builtins.int
     """Number of the first token of `token_ids` in the completion, from 0."""
     text: _builtins.str
@@ -679,6 +698,7 @@ class Finished(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
+    """Which choice, from 0."""
     finish_reason: Global___FinishReason.ValueType
     @_builtins.property
     def stop_match(self) -> Global___StopMatch: ...
@@ -748,6 +768,10 @@ Global___StopMatch: _TypeAlias = StopMatch  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """Usage of one choice. For a request with n > 1 add up completion_tokens, prefill_tokens_computed, decode_steps and
+    resumes; prompt_tokens is the same prompt every time, of which all choices but the first find nearly all cached.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -786,7 +810,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Timings of one request, in milliseconds."""
+    """Timings of one choice, in milliseconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -799,7 +823,7 @@ class Timings(_message.Message):
     TPOT_MS_FIELD_NUMBER: _builtins.int
     TOTAL_MS_FIELD_NUMBER: _builtins.int
     queue_ms: _builtins.float
-    """From arrival to the choice of workers."""
+    """From the arrival of the request to the choice of workers; after the first choice also the wait for its KV."""
     prefill_ms: _builtins.float
     """From the choice of workers to the first token."""
     transfer_ms: _builtins.float

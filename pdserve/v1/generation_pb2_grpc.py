@@ -67,7 +67,8 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generate answers with one `started`, any number of `delta`, one `finished`; or with a status and google.rpc details.
+        """Generate answers with a `started` for each choice, then any number of `delta` and one `finished` for each; or with
+        a status and google.rpc details. An error of one choice ends all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

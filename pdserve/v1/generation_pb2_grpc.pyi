@@ -34,7 +34,9 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generate answers with one `started`, any number of `delta`, one `finished`; or with a status and google.rpc details."""
+    """Generate answers with a `started` for each choice, then any number of `delta` and one `finished` for each; or with
+    a status and google.rpc details. An error of one choice ends all of them.
+    """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
@@ -46,7 +48,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate answers with one `started`, any number of `delta`, one `finished`; or with a status and google.rpc details."""
+    """Generate answers with a `started` for each choice, then any number of `delta` and one `finished` for each; or with
+    a status and google.rpc details. An error of one choice ends all of them.
+    """
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]  # type: ignore[assignment]
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -61,7 +65,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Generate answers with one `started`, any number of `delta`, one `finished`; or with a status and google.rpc details."""
+        """Generate answers with a `started` for each choice, then any number of `delta` and one `finished` for each; or with
+        a status and google.rpc details. An error of one choice ends all of them.
+        """
 
     @_abc_1.abstractmethod
     def GetModel(

@@ -1,17 +1,32 @@
 """The failure table: what it counts as a hit and as a fault, and two of its cells on a real cluster."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from pdserve.v1 import cluster_pb2
 from pdserve.v1 import generation_pb2 as pb
-from tests.chaos.table.campaign import Campaign, toy_plan
-from tests.chaos.table.cells import DECODE_KILLED, LINK_CUT, PREFILL_KILLED, REDIS_GONE, Cell, State, Victim, select
+from tests.chaos.table.campaign import Campaign, programme, toy_plan
+from tests.chaos.table.cells import (
+    DECODE_KILLED,
+    DECODE_STOPPED,
+    GCS_GONE,
+    LINK_CUT,
+    PREFILL_KILLED,
+    PREFILL_STOPPED,
+    REDIS_GONE,
+    Cell,
+    State,
+    Victim,
+    select,
+)
 from tests.chaos.table.eye import Entry, Look, Place
+from tests.chaos.table.faults import Signalled
 from tests.chaos.table.hits import Sent, Strike, hits
 from tests.chaos.table.load import Job, late_text
 from tests.chaos.table.record import Expected, Received, Record, Verdict, judge
+from tests.chaos.table.rounds import Aim, num_coming
 from tests.chaos.table.stillness import Stillness
 from tests.chaos.table.table import Table
 
@@ -67,6 +82,19 @@ def test_a_state_is_read_from_both_ledgers(where: Place, state: State | None) ->
     assert where.state() == state
 
 
+@pytest.mark.parametrize(
+    ("num_computing", "num_queued", "coming"), [(4, 5, 4), (3, 5, 0), (3, 3, 3), (2, 3, 0), (1, 0, 1), (0, 0, 0)]
+)
+def test_links_get_slow_for_a_pass_of_many_or_the_last_ones(num_computing: int, num_queued: int, coming: int) -> None:
+    places = [place("computing", "reserved")] * num_computing + [place("queued", "reserved")] * num_queued
+    jobs = [Job(pb.GenerateRequest(), EXPECTED, 40, is_talker=False) for _ in places]
+    sent = [Sent(job, Record(str(number), sent_at=0.0)) for number, job in enumerate(jobs)]
+    sent.append(Sent(Job(pb.GenerateRequest(), EXPECTED, 900, is_talker=False, is_long=True), Record("long", 0.0)))
+    look = Look(FAULT_AT, {"long": place("computing", "landing"), **{str(n): each for n, each in enumerate(places)}})
+    fault = Signalled(0, signal.SIGKILL, "prefill-0")
+    assert num_coming(look, Aim(PREFILL_KILLED, ["transferring"]), fault, sent, 4) == coming
+
+
 def states_hit(victim: Victim, worker: str, where: Place, of: Record) -> list[Cell]:
     sent = Sent(Job(pb.GenerateRequest(), EXPECTED, 40, is_talker=False), of)
     strike = Strike(victim, worker, frozenset(), Look(FAULT_AT - 0.1, {of.label: where}), FAULT_AT)
@@ -98,6 +126,17 @@ def test_a_cell_without_the_resumes_that_it_takes_is_void() -> None:
     assert all(line.is_void for line in table.lines.values())
     with pytest.raises(ValueError, match="no cell matches"):
         select(["dancing/*"])
+
+
+def test_a_cluster_is_used_until_one_worker_of_each_role_is_left() -> None:
+    assert programme(Table(select(["draining/* stopped", "draining/* killed", "queued/GCS gone"]), wanted=1)) == [
+        (DECODE_STOPPED, True),
+        (PREFILL_STOPPED, True),
+        (GCS_GONE, False),
+    ]
+    assert programme(Table(select(["draining/link cut", "draining/R* gone"]), wanted=1)) == [(LINK_CUT, True)]
+    assert programme(Table(select(["*/GCS gone"]), wanted=1)) == [(GCS_GONE, True)]
+    assert programme(Table(select(["draining/prefill killed", "queued/link cut"]), wanted=1)) == []
 
 
 def test_a_stop_string_comes_for_the_first_time_near_the_end() -> None:

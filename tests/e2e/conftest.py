@@ -12,16 +12,6 @@ from tests.toy import write_toy_model
 from tests.toy_tokenizer import write_toy_tokenizer
 
 
-@pytest.hookimpl(trylast=True)  # after the order has been shuffled
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Who shares the cluster comes last and together: it neither idles beside other tests nor starts twice."""
-    sharing = [item for item in items if "toy_cluster" in getattr(item, "fixturenames", ())]
-    for item in sharing:
-        if not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(300))  # any of them may be the one that waits for the start
-    items.sort(key=sharing.__contains__)
-
-
 @pytest.fixture(scope="session")
 def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 512 tokens that can be served with text."""
@@ -30,7 +20,7 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def toy_cluster(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two prefill and two decode workers."""
     flags = ("--model", str(toy_folder), "--prefill", "2", "--decode", "2", "--dtype", "float32")

@@ -1,12 +1,14 @@
-"""A worker that drains leaves for good, and no request notices more than a pause."""
+"""A worker that drains leaves for good, and no request notices more than a pause.
+
+These tests use up the shared cluster and come last of all that share it: each drains another worker, or one that comes
+back.
+"""
 
 import asyncio
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,17 +19,9 @@ from cluster.flags import AuditFlags, DrainFlags
 from cluster.readiness import is_linked
 from pdserve.errors import Unavailable
 from pdserve.v1.cluster_pb2 import GetStatusResponse
-from tests.e2e.harness import ROOT, Answer, Cluster, is_alive, running_cluster, token_request
+from tests.e2e.harness import ROOT, Answer, Cluster, is_alive, token_request
 
 NUM_TOKENS = 480  # nearly all that the toy's window takes: two milliseconds each
-
-
-@pytest.fixture(scope="module")
-def big_cluster(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two of each; every test drains another one of them, or one that comes back."""
-    flags = ("--model", str(toy_folder), "--prefill", "2", "--decode", "2", "--dtype", "float32", "--verify-kv")
-    with running_cluster(tmp_path_factory.mktemp("up"), *flags) as cluster:
-        yield cluster
 
 
 def prompt(salt: int) -> list[int]:
@@ -68,34 +62,34 @@ async def wait_left(cluster: Cluster, name: str, pid: int) -> None:
     assert await asyncio.to_thread(audit, AuditFlags(address=[cluster.address]))
 
 
-async def test_what_a_drain_interrupts_goes_on_elsewhere_token_for_token(big_cluster: Cluster) -> None:
+async def test_what_a_drain_interrupts_goes_on_elsewhere_token_for_token(toy_cluster: Cluster) -> None:
     requests = [token_request(prompt(n), NUM_TOKENS, seed=n) for n in range(6)]
-    undisturbed = await big_cluster.generate_all(requests, concurrency=6)
-    pid = pid_of(big_cluster, "decode-1")
-    answers, running = await start(big_cluster, "decode-1")
-    await asyncio.to_thread(drain, DrainFlags("decode-1", limit_s=0, address=big_cluster.address))
+    undisturbed = await toy_cluster.generate_all(requests, concurrency=6)
+    pid = pid_of(toy_cluster, "decode-1")
+    answers, running = await start(toy_cluster, "decode-1")
+    await asyncio.to_thread(drain, DrainFlags("decode-1", limit_s=0, address=toy_cluster.address))
     await running
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in undisturbed]
     resumes = [answer.finished.usage.resumes for answer in answers if answer.finished]
     assert len(resumes) == 6
     assert any(resumes), "nothing ran on the drained worker: this test has shown nothing"
-    await wait_left(big_cluster, "decode-1", pid)
+    await wait_left(toy_cluster, "decode-1", pid)
 
 
-async def test_sigterm_drains_too(big_cluster: Cluster) -> None:
-    pid = pid_of(big_cluster, "prefill-1")
-    _, running = await start(big_cluster, "decode")
+async def test_sigterm_drains_too(toy_cluster: Cluster) -> None:
+    pid = pid_of(toy_cluster, "prefill-1")
+    _, running = await start(toy_cluster, "decode")
     os.kill(pid, signal.SIGTERM)
     await running
-    await wait_left(big_cluster, "prefill-1", pid)
-    assert len((await big_cluster.generate(token_request(prompt(9), 8))).token_ids) == 8
+    await wait_left(toy_cluster, "prefill-1", pid)
+    assert len((await toy_cluster.generate(token_request(prompt(9), 8))).token_ids) == 8
 
 
 async def test_a_worker_that_is_killed_while_it_drains_has_not_left(
-    big_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    toy_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid = pid_of(big_cluster, "decode-0")
-    _, running = await start(big_cluster, "decode-0")
+    pid = pid_of(toy_cluster, "decode-0")
+    _, running = await start(toy_cluster, "decode-0")
     said: list[str] = []
 
     def say(line: str) -> None:
@@ -105,29 +99,29 @@ async def test_a_worker_that_is_killed_while_it_drains_has_not_left(
     monkeypatch.setattr(control, "_say", say)
     with pytest.raises(Unavailable, match="decode-0 was lost before it had drained, and has been started again"):
         # by force: another test may have drained the other one
-        await asyncio.to_thread(drain, DrainFlags("decode-0", limit_s=60, force=True, address=big_cluster.address))
+        await asyncio.to_thread(drain, DrainFlags("decode-0", limit_s=60, force=True, address=toy_cluster.address))
     assert len(said) == 1
-    assert ("decode-0", False) in drainings(big_cluster.status())
-    assert pid_of(big_cluster, "decode-0") != pid
+    assert ("decode-0", False) in drainings(toy_cluster.status())
+    assert pid_of(toy_cluster, "decode-0") != pid
     running.cancel()  # how they go on is shown above
     await asyncio.gather(running, return_exceptions=True)
 
 
-def test_a_worker_that_stands_still_is_there_but_silent(big_cluster: Cluster) -> None:
-    pid = pid_of(big_cluster, "decode-0")
+def test_a_worker_that_stands_still_is_there_but_silent(toy_cluster: Cluster) -> None:
+    pid = pid_of(toy_cluster, "decode-0")
     os.kill(pid, signal.SIGSTOP)
     try:
-        big_cluster.wait_until("silent", 10, lambda status: "decode-0" in status.silent)
+        toy_cluster.wait_until("silent", 10, lambda status: "decode-0" in status.silent)
         with pytest.raises(Unavailable, match="decode-0 is there, but silent"):
-            drain(DrainFlags("decode-0", address=big_cluster.address))
+            drain(DrainFlags("decode-0", address=toy_cluster.address))
     finally:
         os.kill(pid, signal.SIGCONT)
-    status = big_cluster.wait_until("heard", 10, lambda status: not status.silent and is_linked(status))
+    status = toy_cluster.wait_until("heard", 10, lambda status: not status.silent and is_linked(status))
     assert ("decode-0", False) in drainings(status)
 
 
-def test_the_command_refuses_who_is_not_there(big_cluster: Cluster) -> None:
-    command = [sys.executable, "-m", "cluster.cli", "drain", "decode-7", "--address", big_cluster.address]
+def test_the_command_refuses_who_is_not_there(toy_cluster: Cluster) -> None:
+    command = [sys.executable, "-m", "cluster.cli", "drain", "decode-7", "--address", toy_cluster.address]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("pdserve: worker: 'decode-7' is not there; there are: decode-0")

@@ -27,7 +27,7 @@ def test_the_commands_of_the_readme(smollm2_folder: Path, tmp_path: Path) -> Non
     assert up[1] == "up"
     drain, audit, chaos, doctor = (each for each in others if each[1] in {"drain", "kv", "chaos", "doctor"})
     others = [command for command in others if command[1] in {"generate", "status"}]
-    assert len(others) == 3
+    assert len(others) == 4
     pdserve, ready = [sys.executable, "-m", "cluster.cli"], tmp_path / "ready.json"
     process = subprocess.Popen([*pdserve, *up[1:], "--ready-file", str(ready)], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
@@ -47,6 +47,7 @@ def test_the_commands_of_the_readme(smollm2_folder: Path, tmp_path: Path) -> Non
         code = stop(process)
     assert "The capital of France is Paris." in outputs[0]
     assert "█" in outputs[1]
+    assert [f"[{index}] seed " in outputs[2] for index in range(3)] == [True] * 3
     assert "decode-0" in outputs[-1]
     assert code == 0
 

@@ -1,14 +1,13 @@
-"""One end of links in a process of its own, for test_links.py: driven by lines of JSON on standard input.
+"""One end of links in a process of its own, for test_links.py: driven by lines of JSON on its standard input.
 
-    python link_node.py decode|prefill INCARNATION [OP_TIMEOUT_S]
-
-Answers and events are lines of JSON on standard output.
+Answers and events are lines of JSON on its standard output.
 """
 
 import asyncio
 import hashlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -68,7 +67,7 @@ class Decode:
     links: DecodeLinks
     num_slots: int
     check: bool = True  # digests of what lands
-    hold: bool = False  # keep the slots of what lands: what is announced then waits for ever
+    hold: bool = False  # keep the slots of what lands: what is announced beyond them waits for ever
     held: list[Any] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -81,6 +80,8 @@ class Decode:
                 if self.check:
                     say(event="posted", meta=offer.meta.decode())
                 self.tasks.append(asyncio.create_task(self.land(offer)))
+                if self.hold and len(self.tasks) == self.num_slots + 1:
+                    say(event="full")
 
     async def land(self, offer: DecodeOffer) -> None:
         try:
@@ -91,8 +92,6 @@ class Decode:
         assert slot is not None
         if self.hold:
             self.held.append(slot)
-            if len(self.held) == self.num_slots:
-                say(event="full")
             return
         if self.check:
             say(event="landed", meta=offer.meta.decode(), digest=digest(slot.buffer))
@@ -146,17 +145,6 @@ class Prefill:
         lost = await asyncio.gather(*pushes, return_exceptions=True)
         say(event="flood_over", errors=[type(error).__name__ for error in lost])
 
-    async def measure(self, incarnation: str, num_payloads: int) -> None:
-        link = self.links.link(WorkerId("decode-0"), Incarnation(incarnation))
-        start = time.monotonic()
-        pushes: set[asyncio.Future[bool]] = set()
-        for _ in range(num_payloads):
-            while (slot := link.try_slot()) is None:
-                _, pushes = await asyncio.wait(pushes, return_when=asyncio.FIRST_COMPLETED)
-            pushes.add(asyncio.ensure_future(link.push(slot, SLOT_BYTES, b"measure")))
-        await asyncio.wait(pushes)
-        say(event="measured", gb_per_s=num_payloads * SLOT_BYTES / (time.monotonic() - start) / 1e9)
-
 
 async def run_decode(incarnation: str, config: LinkConfig) -> None:
     links = decode_links(Own(WorkerId("decode-0"), Incarnation(incarnation), CARD), config, CPU)
@@ -206,8 +194,6 @@ async def obey(prefill: Prefill, command: dict[str, Any]) -> None:
             await prefill.push(**arguments)
         case "flood":
             prefill.tasks.append(asyncio.create_task(prefill.flood(**arguments)))
-        case "measure":
-            await prefill.measure(**arguments)
         case "cancel_last":
             prefill.tasks[-1].cancel()
         case "cut" | "slow" | "forget" as fault:
@@ -247,8 +233,9 @@ async def commands() -> Any:
         yield json.loads(line)
 
 
-if __name__ == "__main__":
+def run(lines: socket.socket, role: str, incarnation: str, op_timeout_s: float) -> None:
+    """The life of the process."""
+    sys.stdin, sys.stdout = lines.makefile("r"), lines.makefile("w")
     torch.set_num_threads(1)
-    role, name, *rest = sys.argv[1:]
-    settings = LinkConfig(slot_bytes=SLOT_BYTES, op_timeout_s=float(rest[0]) if rest else 3.0)
-    asyncio.run(run_decode(name, settings) if role == "decode" else run_prefill(name, settings))
+    config = LinkConfig(slot_bytes=SLOT_BYTES, op_timeout_s=op_timeout_s)
+    asyncio.run(run_decode(incarnation, config) if role == "decode" else run_prefill(incarnation, config))

@@ -58,9 +58,32 @@ async def test_lower_priority_numbers_are_served_first(folder: Path) -> None:
         assert done == [9, 1, 2, 3, 4, 5]
 
 
+def own(kind: int, length: int) -> WorkRequest:
+    """A prompt that shares nothing with one of another kind."""
+    token_ids = tuple((7 * i * i + 13 * i + kind * (i + 31)) % 500 + 3 for i in range(length))
+    return WorkRequest("", token_ids, length, Sampling(temperature=0.0), max_tokens=3)
+
+
+async def test_short_prompts_do_not_wait_for_long_ones_that_came_before(folder: Path) -> None:
+    async with in_process(*engines(folder, decode_pages=256)) as cluster:
+        first_tokens: list[int] = []  # lengths of prompts in order
+
+        async def one(kind: int, length: int) -> None:
+            record = RequestRecord(arrived=0.0)
+            async for token in cluster.pipeline.generate(own(kind, length), 0, record):
+                if token.number == 0:
+                    first_tokens.append(length)
+
+        await asyncio.gather(*(one(kind, 300) for kind in range(5)), *(one(kind, 20) for kind in range(5, 25)))
+        assert first_tokens[:21].count(20) == 20, "but for the one that was under way"
+        await cluster.assert_clean()
+
+
 async def test_a_full_queue_refuses_at_once(folder: Path) -> None:
     async with in_process(*engines(folder, decode_pages=8)) as cluster:
-        outcomes = await asyncio.gather(*(cluster.complete(request(60, 60)) for _ in range(70)), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(cluster.complete(request(110, 10)) for _ in range(70)), return_exceptions=True
+        )
         refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         assert 0 < len(refused) <= 6
         assert all(isinstance(error, QueueFull) and error.retry_after_s > 0 for error in refused)

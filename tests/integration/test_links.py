@@ -1,20 +1,20 @@
 """Links between real processes, over Gloo and gRPC: payloads verified, kills, relinks, violations, leaks."""
 
 import json
+import multiprocessing
 import queue
-import subprocess
-import sys
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.link_node import SLOT_BYTES, content, digest
+from tests.integration.link_node import SLOT_BYTES, content, digest, run
 
-ROOT = Path(__file__).resolve().parents[2]
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([run.__module__])  # torch is imported once
 Event = dict[str, Any]
 
 
@@ -23,22 +23,22 @@ class Node:
 
     def __init__(self, role: str, incarnation: str, op_timeout_s: float) -> None:
         self.incarnation = incarnation
-        command = [sys.executable, "-m", "tests.integration.link_node", role, incarnation, str(op_timeout_s)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._ours, theirs = socket.socketpair()
+        self.process = PROCESSES.Process(target=run, args=(theirs, role, incarnation, op_timeout_s))
+        self.process.start()
+        theirs.close()
         self._events: queue.Queue[Event] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.address = f"127.0.0.1:{self.wait('serving')['port']}" if role == "decode" else ""
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._events.put(json.loads(line))
+        with self._ours, self._ours.makefile("r") as lines:
+            for line in lines:
+                self._events.put(json.loads(line))
 
     def do(self, command: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": command, **arguments}) + "\n")
-        self.process.stdin.flush()
+        self._ours.sendall(json.dumps({"do": command, **arguments}).encode() + b"\n")
 
     def wait(self, event: str, timeout_s: float = 30) -> Event:
         """The next event of this kind; others before it are skipped."""
@@ -50,15 +50,15 @@ class Node:
 
     def close(self) -> None:
         """End in good order and say whether something was stuck."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self._ours.shutdown(socket.SHUT_WR)
         assert self.wait("closed", 15)["fatal"] is False
-        assert self.process.wait(15) == 0
+        self.process.join(15)
+        assert self.process.exitcode == 0
 
     def kill(self) -> float:
         self.process.kill()
         killed_at = time.monotonic()
-        self.process.wait(5)
+        self.process.join(5)
         return killed_at
 
 
@@ -75,8 +75,7 @@ def start() -> Iterator[Start]:
 
     yield start_one
     for node in nodes:
-        node.process.kill()
-        node.process.wait(5)
+        node.kill()
 
 
 def link_up(prefill: Node, decode: Node) -> None:
@@ -202,17 +201,5 @@ def test_relinks_leak_nothing(start: Start) -> None:
     for before, after in zip(*counts, strict=True):
         assert after["threads"] <= before["threads"] + 1
         assert after["fds"] <= before["fds"] + 1
-    prefill.close()
-    decode.close()
-
-
-def test_throughput(start: Start) -> None:
-    """No bound: printed for a person to look at."""
-    decode, prefill = start("decode", "d1"), start("prefill", "p1")
-    decode.do("check", on=False)
-    link_up(prefill, decode)
-    for _ in range(3):
-        prefill.do("measure", incarnation="d1", num_payloads=200)
-        print(f"push, 4 MiB slots, 4 deep: {prefill.wait('measured')['gb_per_s']:.2f} GB/s")
     prefill.close()
     decode.close()

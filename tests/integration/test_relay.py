@@ -1,6 +1,7 @@
 """Prefill and decode over loopback links and real gRPC, in one process: the answer is that of a single engine."""
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from engine.load import Engine
 from pdserve.request import Sampling, WorkRequest
 from router.record import RequestRecord
 from tests.inprocess import in_process, reference
+from tests.short_model import write_short_model
 from tests.toy import toy_engine, write_toy_model
 
 
@@ -44,6 +46,24 @@ async def test_many_at_once_over_two_and_two_workers(engines: list[Engine]) -> N
     expected = [reference(engines[0], work) for work in works]
     async with in_process(engines[:2], engines[2:]) as cluster:
         assert await asyncio.gather(*map(cluster.complete, works)) == expected
+        await cluster.assert_clean()
+
+
+@pytest.mark.slow
+async def test_real_shapes_in_float32_at_any_load(smollm2_folder: Path, tmp_path: Path) -> None:
+    """As the whole model in tests/e2e/test_smollm2.py: what differs between the types is in every layer."""
+    folder, draw = write_short_model(smollm2_folder, tmp_path / "short", num_layers=4), random.Random(5)
+    lengths = (1, 15, 16, 17, 255, 300, 2000, 2, 3, 5, 8, 13, 21, 31, 32, 33)
+    prompts = [tuple(draw.randrange(100, 40_000) for _ in range(length)) for length in lengths]
+    greedy = Sampling(temperature=0.0)
+    works = [WorkRequest("", each, len(each), greedy, 8, top_logprobs=20) for each in prompts]
+    engines = [toy_engine(folder, num_pages=256) for _ in range(4)]
+    assert engines[0].card.exact
+    expected = [reference(engines[0], work) for work in works]
+    async with in_process(engines[:2], engines[2:]) as cluster:
+        records = [RequestRecord(arrived=0.0) for _ in works]
+        assert await asyncio.gather(*map(cluster.complete, works, records)) == expected
+        assert {record.decode.id for record in records if record.decode} == {"decode-0", "decode-1"}
         await cluster.assert_clean()
 
 

@@ -75,7 +75,7 @@ async def test_a_lost_decode_worker_costs_no_token(folder: Path) -> None:
 
 
 async def test_a_lost_prefill_worker_costs_no_token(folder: Path) -> None:
-    works = [request(salt) for salt in range(4)]
+    works = [request(salt, 40) for salt in range(4)]
     expected = await undisturbed(folder, works)
     async with in_process(engines(folder, 2), engines(folder, 1), stepped=True) as cluster:
         followers = [Follower(cluster, work) for work in works]

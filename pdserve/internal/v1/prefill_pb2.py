@@ -25,23 +25,23 @@ _sym_db = _symbol_database.Default()
 from pdserve.internal.v1 import worker_pb2 as pdserve_dot_internal_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pdserve/internal/v1/prefill.proto\x12\x13pdserve.internal.v1\x1a pdserve/internal/v1/worker.proto\"p\n\x0ePrefillRequest\x12\x31\n\x07request\x18\x01 \x01(\x0b\x32 .pdserve.internal.v1.WorkRequest\x12+\n\x06ticket\x18\x02 \x01(\x0b\x32\x1b.pdserve.internal.v1.Ticket\"\xaf\x01\n\x0fPrefillResponse\x12/\n\x07sampled\x18\x01 \x01(\x0b\x32\x1c.pdserve.internal.v1.SampledH\x00\x12-\n\x06pushed\x18\x02 \x01(\x0b\x32\x1b.pdserve.internal.v1.PushedH\x00\x12\x33\n\x06scores\x18\x03 \x01(\x0b\x32!.pdserve.internal.v1.PromptScoresH\x00\x42\x07\n\x05\x65vent\"d\n\x07Sampled\x12)\n\x05token\x18\x01 \x01(\x0b\x32\x1a.pdserve.internal.v1.Token\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\";\n\x0cPromptScores\x12+\n\x06tokens\x18\x01 \x03(\x0b\x32\x1b.pdserve.internal.v1.Scored\",\n\x06Pushed\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x10\n\x08payloads\x18\x02 \x01(\r2h\n\x0ePrefillService\x12V\n\x07Prefill\x12#.pdserve.internal.v1.PrefillRequest\x1a$.pdserve.internal.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pdserve/internal/v1/prefill.proto\x12\x13pdserve.internal.v1\x1a pdserve/internal/v1/worker.proto\"\x82\x01\n\x0ePrefillRequest\x12\x31\n\x07request\x18\x01 \x01(\x0b\x32 .pdserve.internal.v1.WorkRequest\x12+\n\x06ticket\x18\x02 \x01(\x0b\x32\x1b.pdserve.internal.v1.Ticket\x12\x10\n\x08priority\x18\x03 \x01(\x05\"\xaf\x01\n\x0fPrefillResponse\x12/\n\x07sampled\x18\x01 \x01(\x0b\x32\x1c.pdserve.internal.v1.SampledH\x00\x12-\n\x06pushed\x18\x02 \x01(\x0b\x32\x1b.pdserve.internal.v1.PushedH\x00\x12\x33\n\x06scores\x18\x03 \x01(\x0b\x32!.pdserve.internal.v1.PromptScoresH\x00\x42\x07\n\x05\x65vent\"d\n\x07Sampled\x12)\n\x05token\x18\x01 \x01(\x0b\x32\x1a.pdserve.internal.v1.Token\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\";\n\x0cPromptScores\x12+\n\x06tokens\x18\x01 \x03(\x0b\x32\x1b.pdserve.internal.v1.Scored\",\n\x06Pushed\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x10\n\x08payloads\x18\x02 \x01(\r2h\n\x0ePrefillService\x12V\n\x07Prefill\x12#.pdserve.internal.v1.PrefillRequest\x1a$.pdserve.internal.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.internal.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFILLREQUEST']._serialized_start=92
-  _globals['_PREFILLREQUEST']._serialized_end=204
-  _globals['_PREFILLRESPONSE']._serialized_start=207
-  _globals['_PREFILLRESPONSE']._serialized_end=382
-  _globals['_SAMPLED']._serialized_start=384
-  _globals['_SAMPLED']._serialized_end=484
-  _globals['_PROMPTSCORES']._serialized_start=486
-  _globals['_PROMPTSCORES']._serialized_end=545
-  _globals['_PUSHED']._serialized_start=547
-  _globals['_PUSHED']._serialized_end=591
-  _globals['_PREFILLSERVICE']._serialized_start=593
-  _globals['_PREFILLSERVICE']._serialized_end=697
+  _globals['_PREFILLREQUEST']._serialized_start=93
+  _globals['_PREFILLREQUEST']._serialized_end=223
+  _globals['_PREFILLRESPONSE']._serialized_start=226
+  _globals['_PREFILLRESPONSE']._serialized_end=401
+  _globals['_SAMPLED']._serialized_start=403
+  _globals['_SAMPLED']._serialized_end=503
+  _globals['_PROMPTSCORES']._serialized_start=505
+  _globals['_PROMPTSCORES']._serialized_end=564
+  _globals['_PUSHED']._serialized_start=566
+  _globals['_PUSHED']._serialized_end=610
+  _globals['_PREFILLSERVICE']._serialized_start=612
+  _globals['_PREFILLSERVICE']._serialized_end=716
 # @@protoc_insertion_point(module_scope)

@@ -25,6 +25,9 @@ class PrefillRequest(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    priority: _builtins.int
+    """Lower is computed first. It decides nothing of the answer."""
     @_builtins.property
     def request(self) -> _worker_pb2.WorkRequest: ...
     @_builtins.property
@@ -34,10 +37,11 @@ class PrefillRequest(_message.Message):
         *,
         request: _worker_pb2.WorkRequest | None = ...,
         ticket: _worker_pb2.Ticket | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "request", b"request", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

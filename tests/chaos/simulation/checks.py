@@ -61,7 +61,9 @@ def leftovers(cluster: Cluster, at_rest: Census) -> list[str]:
             f"{name} counts {peer.client} as busy" for peer in router.directory.decodes if peer.client.num_tickets
         ]
         found += [
-            f"{name}: {p.client.queued_tokens} queued" for p in router.directory.prefills if p.client.queued_tokens
+            f"{name}: {p.client.queued.num_tokens} queued"
+            for p in router.directory.prefills
+            if p.client.queued.num_tokens
         ]
     for host in cluster.hosts():
         if (now := _tasks(host)) != at_rest[_kind(host)]:

@@ -9,6 +9,7 @@ from typing import Literal
 State = Literal["queued", "prefilling", "transferring", "decoding", "draining"]
 Role = Literal["prefill", "decode"]
 
+ROLES: frozenset[Role] = frozenset({"prefill", "decode"})
 STATES: tuple[State, ...] = ("queued", "prefilling", "transferring", "decoding", "draining")
 _ON_PREFILL: frozenset[State] = frozenset({"prefilling", "transferring"})
 _ON_DECODE: frozenset[State] = frozenset({"prefilling", "transferring", "decoding"})
@@ -43,6 +44,13 @@ VICTIMS = (
     ROUTER_KILLED,
 )
 HEALING_DRAINS = (PREFILL_KILLED, DECODE_KILLED)  # a draining worker that is killed comes back as a fresh one
+
+
+def leaving(victim: Victim) -> frozenset[Role]:
+    """Of which roles a worker is gone for good after a fault of this kind while it, or one of each role, drained."""
+    if victim in HEALING_DRAINS:
+        return frozenset()
+    return frozenset({victim.role}) if victim.role else ROLES
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 A set's life: drawn by seed -> answered once on the cluster before any fault -> asked again, at each of its faults.
 
-Talkers have short prompts and long answers: they decode. Readers have long prompts and short answers: they queue, are
-prefilled, and their KV is on its way. Greedy and seeded, text and token ids, with and without stop strings.
+Talkers have short prompts and long answers: they decode. Readers have longer prompts and short answers: they queue, are
+prefilled, and their KV is on its way. The first of them, one for each prefill worker, have long prompts: while a chunk
+of these is computed the others gather behind it, and share the next pass. Greedy and seeded, text and token ids, with
+and without stop strings.
 """
 
 import asyncio
@@ -36,16 +38,17 @@ WORDS = (
 class Shape:
     """How many requests of which lengths, in tokens."""
 
-    num_talkers: int = 5
-    num_readers: int = 11
+    num_talkers: int = 6
+    num_readers: int = 10
     talker_tokens: int = 350
-    reader_prompt: tuple[int, int] = (70, 120)  # several are prefilled in one chunk
-    long_prompt: int = 1100  # of one reader: several chunks
+    reader_prompt: tuple[int, int] = (80, 120)
+    num_long: int = 2
+    long_prompt: int = 900  # more than a chunk
     reader_tokens: int = 24
     vocabulary: tuple[int, int] = (3, 500)  # token ids that prompts are drawn from
 
 
-SLOWER = Shape(4, 8, 80, reader_prompt=(50, 90), long_prompt=300, reader_tokens=12, vocabulary=(100, 40_000))
+SLOWER = Shape(4, 8, 80, reader_prompt=(50, 90), long_prompt=280, reader_tokens=12, vocabulary=(100, 40_000))
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Job:
     expected: Expected
     prompt_tokens: int
     is_talker: bool
+    is_long: bool = False  # a reader that is computed in several passes
 
     def named(self, label: str) -> pb.GenerateRequest:
         """The request under the label that ledgers will show."""
@@ -70,6 +74,7 @@ class _Draft:
     request: pb.GenerateRequest
     is_talker: bool
     wants_stop: bool
+    is_long: bool = False
 
 
 async def make_sets(address: str, shape: Shape, num_sets: int) -> list[list[Job]]:
@@ -91,7 +96,7 @@ async def _make_set(address: str, drafts: Sequence[_Draft]) -> list[Job]:
 def _job(draft: _Draft, record: Record) -> Job:
     expected = Expected.of(record)
     prompt_tokens = record.finished.usage.prompt_tokens if record.finished else 0
-    return Job(draft.request, expected, prompt_tokens, draft.is_talker)
+    return Job(draft.request, expected, prompt_tokens, draft.is_talker, draft.is_long)
 
 
 async def answers(address: str, requests: Sequence[pb.GenerateRequest]) -> list[Record]:
@@ -125,13 +130,15 @@ def _talker(shape: Shape, draw: random.Random, number: int) -> _Draft:
 
 
 def _reader(shape: Shape, draw: random.Random, number: int) -> _Draft:
-    length = shape.long_prompt if number == 0 else draw.randint(*shape.reader_prompt)
+    is_long = number < shape.num_long
+    length = shape.long_prompt if is_long else draw.randint(*shape.reader_prompt)
     request = pb.GenerateRequest()
     if number % 3 == 2:
         request.text = " ".join(draw.choices(WORDS, k=length // 3))
     else:
         request.token_ids.ids.extend(draw.randrange(*shape.vocabulary) for _ in range(length))
-    return _Draft(_finish(request, shape.reader_tokens, draw, number), is_talker=False, wants_stop=number % 3 == 1)
+    _finish(request, shape.reader_tokens, draw, number)
+    return _Draft(request, is_talker=False, wants_stop=number % 3 == 1, is_long=is_long)
 
 
 def _finish(request: pb.GenerateRequest, max_tokens: int, draw: random.Random, number: int) -> pb.GenerateRequest:

@@ -1,8 +1,10 @@
 """One round: requests under way in all states, one fault, and what became of them.
 
-talkers decode -> links are slowed down -> readers queue, are prefilled, transferred -> (a worker drains) -> looks,
-until one shows what the round is after -> the fault at once -> links at full speed -> all answers -> the cluster is
-whole again -> audit
+talkers decode -> readers queue, are prefilled, transferred -> (a worker drains) -> looks, until one shows what the
+round is after -> the fault at once -> all answers -> the cluster is whole again -> audit
+
+Links are slowed down until the fault, so that KV is on its way: from the moment that several prompts share a pass (the
+first layers of all of them go first), or from the beginning where a worker drains.
 """
 
 import asyncio
@@ -16,7 +18,7 @@ import grpc.aio
 from cluster.audit import lasting
 from cluster.readiness import is_linked
 from pdserve.v1 import cluster_pb2 as pb
-from tests.chaos.table.cells import GCS_GONE, ROUTER_KILLED, State, Victim
+from tests.chaos.table.cells import GCS_GONE, ROLES, ROUTER_KILLED, State, Victim, leaving
 from tests.chaos.table.eye import CALL_LIMIT_S, Eye, Look
 from tests.chaos.table.faults import STOP_S, Fault, faults
 from tests.chaos.table.hits import Hit, Sent, Strike, candidates, hits
@@ -26,14 +28,14 @@ from tests.chaos.table.stillness import Stillness
 from tests.e2e.harness import Cluster
 
 START_LIMIT_S = 60.0  # until all talkers decode
-AIM_LIMIT_S = 2.0
+AIM_LIMIT_S = 3.0
 WHOLE_LIMIT_S = 120.0
 CLEAN_LIMIT_S = 5.0
 SLOW_FOR_S = 8.0
 FULL_SPEED = (1e12, 0.01)  # bytes per second, for so long
 DRAIN_LIMIT_S = 60.0
-DRAIN_LOAD = 5  # requests on a worker that is to drain
-DRAIN_SLOWER = 4  # a prefill worker that drains gets nothing new: what it has must still be there at the fault
+DRAIN_LOAD = 8  # requests on a worker that is to drain; one less for each quarter of a second of waiting
+DRAIN_SLOWER = 2  # a prefill worker that drains gets nothing new: what it has must still be there at the fault
 AUDITS, AUDIT_INTERVAL_S = 3, 0.4
 
 
@@ -85,7 +87,8 @@ async def play(stage: Stage, aim: Aim, jobs: Sequence[Job], name: str) -> Outcom
     try:
         tasks += _send(stage, aim, [each for each in sent if each.job.is_talker])
         await _until(lambda: all(len(each.record.tokens) > 3 for each in sent if each.job.is_talker), START_LIMIT_S)
-        await _slow(stage, stage.slow_bytes_per_s / (DRAIN_SLOWER if aim.drains else 1), SLOW_FOR_S)
+        if aim.drains:
+            await _slow(stage, stage.slow_bytes_per_s / DRAIN_SLOWER, SLOW_FOR_S)
         tasks += _send(stage, aim, [each for each in sent if not each.job.is_talker])
         strike, detection_s = await _strike(stage, aim, made, sent)
         await asyncio.gather(*tasks)
@@ -127,19 +130,33 @@ async def _strike(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sent]) -
 
 async def _best_moment(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sent]) -> tuple[Fault, Look]:
     """Look until a fault would hit the neediest state well; in the end take what there is."""
-    began = time.monotonic()
+    began, coming = time.monotonic(), 0  # hits to be had since links are slow
     while True:
         look = await stage.eye.look()
         waited_s = time.monotonic() - began
+        wanted = _wanted(aim, waited_s)
         fault, worth = max(((each, _worth(look, aim, each, sent)) for each in made), key=lambda each: each[1])
-        if aim.drains or worth >= _wanted(waited_s) or waited_s > AIM_LIMIT_S:
+        if aim.drains or worth >= min(wanted, coming or wanted) or waited_s > AIM_LIMIT_S:
             return fault, look
+        if not coming and aim.states[0] == "transferring":
+            coming = max(num_coming(look, aim, each, sent, wanted) for each in made)
+            if coming:
+                await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
         await asyncio.sleep(0.002)
 
 
-def _wanted(waited_s: float) -> int:
-    """How many hits are worth it: less and less, as the readers get through."""
-    return next((hits for hits, until_s in ((4, 0.3), (3, 0.6), (2, 1.0)) if waited_s < until_s), 1)
+def _wanted(aim: Aim, waited_s: float) -> int:
+    """How many hits are worth it: of a pass, one decode worker gets half; less and less, as the readers get through."""
+    most = 3 if aim.victim.role == "decode" else 4
+    return max(1, most - int(1.5 * waited_s))
+
+
+def num_coming(look: Look, aim: Aim, fault: Fault, sent: list[Sent], wanted: int) -> int:
+    """Requests that it will hit while transferring if links are slow from now on; 0 if a later pass promises more."""
+    found = candidates(look, sent, aim.victim, fault.worker)
+    states = [found.get(each.record.label) for each in sent if not each.job.is_long]  # whose pass is their last
+    num_computing = states.count("prefilling")
+    return num_computing if num_computing >= min(wanted, states.count("queued")) else 0
 
 
 def _worth(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> float:
@@ -149,21 +166,30 @@ def _worth(look: Look, aim: Aim, fault: Fault, sent: list[Sent]) -> float:
 
 
 async def _drain(stage: Stage, made: list[Fault]) -> frozenset[str]:
-    """Let the worker that the fault is for drain, or one of each role, once they have work."""
-    workers = {made[0].worker} if made[0].worker else {stage.eye.of_role("prefill")[0], stage.eye.of_role("decode")[0]}
+    """Let the busiest worker that a fault is for drain, or the busiest of each role, once they have work."""
     began = time.monotonic()
-    while time.monotonic() < began + AIM_LIMIT_S:
-        places = (await stage.eye.look()).places.values()
-        if all(sum(place.is_on(worker) for place in places) >= DRAIN_LOAD for worker in workers):
-            break
+    workers = await _busiest(stage, [fault.worker for fault in made if fault.worker])
     for worker in workers:
         request = pb.DrainWorkerRequest(worker=worker, limit_s=DRAIN_LIMIT_S)
         await stage.eye.service.DrainWorker(request, timeout=CALL_LIMIT_S)
-    del made[1:]
+    made[:] = [fault for fault in made if fault.worker in {"", *workers}]
     await stage.eye.seen_after(
         began, 2 * AIM_LIMIT_S, lambda status: workers == {each.id for each in status.workers if each.draining}
     )
     return frozenset(workers)
+
+
+async def _busiest(stage: Stage, befallen: list[str]) -> set[str]:
+    """The one of these with most requests; of none: the one of each role."""
+    groups = [befallen] if befallen else [stage.eye.of_role(role) for role in sorted(ROLES)]
+    began = time.monotonic()
+    while True:
+        places = (await stage.eye.look()).places.values()
+        loads = {worker: sum(place.is_on(worker) for place in places) for group in groups for worker in group}
+        busiest = {max(group, key=loads.__getitem__) for group in groups}
+        if min(loads[worker] for worker in busiest) >= DRAIN_LOAD - 4 * (time.monotonic() - began):
+            return busiest
+        await asyncio.sleep(0.002)
 
 
 async def _outcome(stage: Stage, strike: Strike, sent: list[Sent], detection_s: float | None) -> Outcome:
@@ -187,17 +213,13 @@ async def _audit(stage: Stage, strike: Strike) -> tuple[int | None, tuple[str, .
     """Pages that somebody holds although nobody asks for anything, and what routers and workers disagree on."""
     if strike.victim is GCS_GONE:  # the cluster is leaving: ask the workers as long as they are there
         return await _pages_of_leaving(stage), ()
-    gone = strike.draining if not _comes_back(strike) else frozenset[str]()
+    gone = leaving(strike.victim) if strike.draining else ()
     await whole(stage.eye, stage.num_workers - len(gone))
     await stage.eye.meet()
     limit = time.monotonic() + CLEAN_LIMIT_S
     while (in_use := (await stage.eye.look()).in_use) and time.monotonic() < limit:
         await asyncio.sleep(0.05)
     return in_use, await _findings(stage)
-
-
-def _comes_back(strike: Strike) -> bool:
-    return strike.victim.name.endswith("killed") and bool(strike.worker)
 
 
 async def _pages_of_leaving(stage: Stage) -> int | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.generate import bars
+from cluster.answers import bars
 from pdserve import rpc
 from pdserve.errors import InvalidRequest, ModelNotFound, QueueFull
 from pdserve.v1 import cluster_pb2 as cpb
@@ -38,23 +38,28 @@ class Router(generation_pb2_grpc.GenerationServiceServicer, cluster_pb2_grpc.Clu
             await rpc.abort(context, QueueFull("256 requests wait already", 1.5))
         if request.sampling.temperature > 100:
             await rpc.abort(context, InvalidRequest("sampling.temperature", "must be in [0, 100]"))
-        yield pb.GenerateResponse(started=pb.Started(seed=2**63, model="toy"))
+        indices = range(max(1, request.n))
+        for index in indices:
+            yield pb.GenerateResponse(started=pb.Started(seed=2**63 + index, model="toy", index=index))
         for number, text in enumerate(["Pa", "", "ris"]):
-            candidates = [pb.TokenLogprob(token_id=number, logprob=-0.5, text=text)] * request.top_logprobs
-            steps = [pb.TopLogprobs(candidates=candidates)] if candidates else []
-            yield pb.GenerateResponse(
-                delta=pb.Delta(text=text, token_ids=[number], token_number=number, top_logprobs=steps)
-            )
-        yield pb.GenerateResponse(
-            finished=pb.Finished(
-                finish_reason=pb.FINISH_REASON_STOP,
-                stop_match=pb.StopMatch(eos_token_id=2),
-                usage=pb.Usage(prompt_tokens=5, completion_tokens=3, decode_steps=2),
-                timings=pb.Timings(ttft_ms=12.5),
-                workers=pb.Workers(
-                    prefill="prefill-0", prefill_pid=1, decode="decode-0", decode_pid=2, transfer_bytes=3
-                ),
-            )
+            chosen = pb.TokenLogprob(token_id=number, logprob=-0.5, text=text)
+            wanted = request.top_logprobs or request.logprobs
+            steps = [pb.TopLogprobs(candidates=[chosen] * request.top_logprobs, chosen=chosen)] if wanted else []
+            for index in reversed(indices):
+                yield pb.GenerateResponse(
+                    delta=pb.Delta(index=index, text=text, token_ids=[number], token_number=number, top_logprobs=steps)
+                )
+        for index in reversed(indices):
+            yield pb.GenerateResponse(finished=self.finished(index))
+
+    def finished(self, index: int) -> pb.Finished:
+        return pb.Finished(
+            index=index,
+            finish_reason=pb.FINISH_REASON_STOP,
+            stop_match=pb.StopMatch(eos_token_id=2),
+            usage=pb.Usage(prompt_tokens=5, completion_tokens=3, decode_steps=2),
+            timings=pb.Timings(ttft_ms=12.5),
+            workers=pb.Workers(prefill="prefill-0", prefill_pid=1, decode="decode-0", decode_pid=2, transfer_bytes=3),
         )
 
     async def GetStatus(self, request, context):  # type: ignore[no-untyped-def]
@@ -125,6 +130,40 @@ async def test_generate_draws_candidates(run: Commands) -> None:
     assert run.router.request.top_logprobs == 2
 
 
+async def test_generate_shows_how_likely_tokens_were(run: Commands) -> None:
+    code, out, _ = await run("generate", "x", "--logprobs")
+    assert (code, out.count("60.7%")) == (0, 3)
+    code, out, _ = await run("generate", "x", "--logprobs", "--json")
+    assert (json.loads(out)["logprobs"], "top_logprobs" in json.loads(out)) == ([-0.5] * 3, False)
+
+
+async def test_several_choices_are_shown_one_after_the_other_whatever_comes_first(run: Commands) -> None:
+    code, out, _ = await run("generate", "x", "--n", "3", "--temperature", "1")
+    assert code == 0
+    assert out == "".join(f"[{index}] seed {2**63 + index}\nParis\n" for index in range(3))
+    code, out, _ = await run("generate", "x", "--n", "2", "--json")
+    choices = json.loads(out)["choices"]
+    assert [(each["text"], each["started"]["index"]) for each in choices] == [("Paris", 0), ("Paris", 1)]
+
+
+async def test_every_control_has_a_flag(run: Commands, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "null"}')
+    flags = ["--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "0.25"]
+    flags += ["--min-tokens", "3", "--top-k", "5", "--top-p", "0.5", "--min-p", "0.125", "--ignore-eos"]
+    assert (await run("generate", "x", *flags, "--json-schema", str(tmp_path / "schema.json")))[0] == 0
+    asked = run.router.request
+    sampling = asked.sampling
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, 0.5, 0.25)
+    assert (sampling.top_k, sampling.top_p, sampling.min_p) == (5, 0.5, 0.125)
+    assert (asked.stopping.min_tokens, asked.stopping.ignore_eos) == (3, True)
+    assert asked.grammar.json_schema == '{"type": "null"}'
+    assert not asked.HasField("n")
+    assert (await run("generate", "x", "--grammar", "-", stdin='start: "a"'))[0] == 0
+    assert run.router.request.grammar.lark == 'start: "a"'
+    assert (await run("generate", "x", "--regex", "a+"))[0] == 0
+    assert run.router.request.grammar.regex == "a+"
+
+
 def test_a_bar_is_as_long_as_the_candidate_is_likely() -> None:
     lines = list(bars("a", [{"text": "a", "logprob": 0.0}, {"text": "bc", "logprob": -30.0}]))
     assert [line.count("█") for line in lines] == [0, 40, 0]
@@ -138,6 +177,9 @@ def test_a_bar_is_as_long_as_the_candidate_is_likely() -> None:
         (("--model", "full"), 1, "pdserve: 256 requests wait already\n"),
         (("--temperature", "101"), 2, "pdserve: sampling.temperature: must be in [0, 100]\n"),
         (("--seed", "-1"), 2, "pdserve: seed: "),
+        (("--regex", "a", "--grammar", "-"), 2, "pdserve: json_schema, regex, grammar: only one"),
+        (("--json-schema", "-", "--grammar", "-"), 2, "pdserve: prompt, json_schema, grammar: only one"),
+        (("--json-schema", "/nowhere"), 2, "pdserve: json_schema: /nowhere cannot be read"),
     ],
 )
 async def test_a_refusal_is_one_line(run: Commands, arguments: tuple[str, ...], code: int, message: str) -> None:

@@ -80,9 +80,11 @@ def test_a_broken_library_in_the_cache_is_a_warning(
     assert "torch kernels serve instead" in caplog.text
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    _load(tmp_path / "file" / "cache")
+def test_a_cache_that_cannot_be_written_is_done_without(compiled: Path, tmp_path: Path) -> None:
+    (library,), compiler = compiled.glob("*.so"), tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nfor each; do\n[ "$last" = -o ] && exec cp {library} "$each"\nlast=$each\ndone\n')
+    compiler.chmod(0o755)
+    assert native.load(str(compiler), QUICK, cache=compiler / "cache") is not None
 
 
 def test_other_devices_get_the_twins() -> None:

@@ -1,4 +1,4 @@
-"""First come, first served, under a token budget; what prompts share is computed once."""
+"""Passes under a token budget; what prompts share is computed once. Who goes first: test_order.py."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,8 @@ def own(call: int, length: int) -> WorkRequest:
 
 
 def scheduler(budget: int = 64, num_pages: int = 1000) -> PrefillScheduler:
-    return PrefillScheduler(PagePool(num_pages), PAGE, budget)
+    """First come, first served."""
+    return PrefillScheduler(PagePool(num_pages), PAGE, budget, patience=0)
 
 
 def chunks(plan: list[PlannedChunk]) -> Chunks:
@@ -65,7 +66,7 @@ def test_resumed_prompts_go_before_new_ones_in_their_own_order() -> None:
 
 def test_without_pages_the_oldest_waits_and_nobody_overtakes_but_who_has_pages_goes_on() -> None:
     pool = PagePool(6)
-    queue = PrefillScheduler(pool, PAGE, budget=32)
+    queue = PrefillScheduler(pool, PAGE, budget=32, patience=0)
     first = queue.add(0, own(0, 80))
     queue.advance(queue.schedule())
     queue.add(1, work(range(100, 164), num_emitted=3))  # resumed: ahead, but there is no room for its 4 pages
@@ -102,7 +103,7 @@ def test_what_is_shared_is_computed_once_though_all_arrive_together() -> None:
 
 def test_a_prompt_takes_over_what_another_has_computed_meanwhile() -> None:
     pool = PagePool(100)
-    queue = PrefillScheduler(pool, PAGE, budget=32)
+    queue = PrefillScheduler(pool, PAGE, budget=32, patience=0)
     first = queue.add(0, work((*range(96), 300)))
     queue.advance(queue.schedule())
     second = queue.add(1, work((*range(96), 301), num_emitted=1))  # goes first now
@@ -126,7 +127,7 @@ def test_the_last_token_is_computed_even_when_all_is_known() -> None:
 
 def test_a_prompt_that_waits_for_pages_of_others_holds_none() -> None:
     pool = PagePool(8)
-    queue = PrefillScheduler(pool, PAGE, budget=64)
+    queue = PrefillScheduler(pool, PAGE, budget=64, patience=0)
     prompts: list[Prompt] = [queue.add(call, work((*range(64), 100 + call))) for call in range(4)]
     plan = queue.schedule()
     assert [len(prompt.page_ids) for prompt in prompts] == [5, 0, 0, 0]
@@ -138,10 +139,13 @@ def test_a_prompt_that_waits_for_pages_of_others_holds_none() -> None:
     prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 120)), max_size=10),
     budget=st.integers(1, 97),
     num_pages=st.integers(8, 40),
+    patience=st.integers(0, 3),
 )
-def test_every_token_is_computed_once_or_cached(prompts: list[tuple[int, int]], budget: int, num_pages: int) -> None:
+def test_every_token_is_computed_once_or_cached(
+    prompts: list[tuple[int, int]], budget: int, num_pages: int, patience: int
+) -> None:
     pool = PagePool(num_pages)
-    queue = PrefillScheduler(pool, PAGE, budget)
+    queue = PrefillScheduler(pool, PAGE, budget, patience)
     waiting = [queue.add(call, work(range(1000 * kind, 1000 * kind + n))) for call, (kind, n) in enumerate(prompts)]
     computed = dict.fromkeys(range(len(prompts)), 0)
     while plan := queue.schedule():

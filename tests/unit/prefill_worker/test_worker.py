@@ -240,12 +240,12 @@ def test_a_draining_worker_finishes_and_takes_nothing_new(engine: Engine) -> Non
 
 def test_the_ledger_names_states_pages_and_tickets(engine: Engine) -> None:
     stand = Stand(engine, is_slow=True)
-    for call, work in enumerate((prompt(150), prompt(20, kind=1))):
+    for call, work in enumerate((prompt(150), prompt(170, kind=1))):
         stand.start(call, work)
     stand.step()
     states = [(each.number, each.state, each.num_pages) for each in stand.worker.ledger().entries]
     assert states == [(0, "computing", 10), (1, "queued", 0)]
-    for _ in range(12):
+    for _ in range(30):
         stand.step()
     entries = stand.worker.ledger().entries
     assert [(each.label, each.state, each.pushes_to) for each in entries] == [

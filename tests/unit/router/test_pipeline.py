@@ -17,8 +17,8 @@ from router.dispatch import Legs, Wish
 from router.peers import DecodePeer, PrefillPeer
 from router.pipeline import Pipeline
 from router.prefill_client import Pushed, Sampled
+from router.rank import Arrival
 from router.record import RequestRecord
-from router.waiting_room import Arrival
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, page_tokens=16, dtype="float32", page_format="toy")
 WORK = WorkRequest("label", tuple(range(33)), 33, Sampling(seed=7), max_tokens=100)
@@ -49,10 +49,11 @@ class Player:
         self._plays = list(plays)
         self.admitted: list[tuple[Wish, Arrival]] = []
         self.adopted: list[int] = []
+        self.priorities: list[int] = []
         self.num_computed = 0
 
-    def arrive(self, priority: int) -> Arrival:
-        return Arrival(priority, age=5)
+    def arrive(self, work: WorkRequest, priority: int) -> Arrival:
+        return Arrival(priority, due=len(work.token_ids), place=5)
 
     @asynccontextmanager
     async def admit(self, wish: Wish, arrival: Arrival) -> AsyncIterator[Legs]:
@@ -71,7 +72,8 @@ class Player:
         self.num_computed += 1
 
     @asynccontextmanager
-    async def prefill(self, work: WorkRequest, held: HeldTicket | None) -> AsyncIterator["Player"]:
+    async def prefill(self, work: WorkRequest, held: HeldTicket | None, priority: int) -> AsyncIterator["Player"]:
+        self.priorities.append(priority)
         yield self
 
     @property
@@ -119,8 +121,13 @@ async def test_attempts_add_up_and_the_first_one_counts() -> None:
     assert (record.computed_tokens, record.cached_tokens) == (21, 16)
     assert record.prompt_scores is scores
     assert (record.kv_bytes, record.kv_arrived, record.decode_steps) == (1300, 5.0, 4)
+    assert (record.prefill, record.decode) == (info("prefill"), info("decode"))
+    assert record.chosen is not None
+    assert record.first_token is not None
+    assert record.chosen <= record.first_token, "the first attempt's"
     assert [(len(wish.work.token_ids), wish.resumes) for wish, _ in player.admitted] == [(33, False), (36, True)]
-    assert [arrival for _, arrival in player.admitted] == [Arrival(3, 5)] * 2
+    assert [arrival for _, arrival in player.admitted] == [Arrival(3, 33, 5)] * 2
+    assert player.priorities == [3, 3]
     assert (player.adopted, player.num_computed) == ([0, 3], 2)
 
 
@@ -151,6 +158,14 @@ async def test_a_prefill_worker_that_goes_on_where_nobody_decodes_is_a_fault_of_
         )
     )
     assert (record.completion_tokens, record.resumes) == (2, 1)
+
+
+async def test_a_further_choice_asks_to_be_where_the_first_one_is_now() -> None:
+    lead = await run(Player(Play(Sampled(token(0), 33, 0), [token(1, "length")])))
+    player = Player(Play(Sampled(token(0, "length"), 1, 32)))
+    async for _ in Pipeline(player).generate(WORK, 3, RequestRecord(0.0, lead)):  # type: ignore[arg-type]
+        pass
+    assert [(wish.beside, wish.follows) for wish, _ in player.admitted] == [("decode", True)]
 
 
 async def test_the_first_token_that_finishes_is_not_adopted() -> None:

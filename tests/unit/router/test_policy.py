@@ -7,17 +7,21 @@ from pdserve.request import Incarnation, WorkerId
 from pdserve.v1 import cluster_pb2
 from router.peers import DecodePeer, PrefillPeer
 from router.policy import TOKENS_PER_REQUEST, Known, choose, open_prefills
+from router.rank import QueuedPrompt, QueuedPrompts, Rank
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=16, page_tokens=16, dtype="float32", page_format="toy")
 
 
-class Client:
-    """What the policy reads of a client."""
+NEW, RESUMED, LAST = Rank(0, True, 0, 0), Rank(0, False, 0, 0), Rank(9, True, 9, 9)
 
-    def __init__(self, load: int = 0) -> None:
-        self.queued_tokens = load
+
+class Client:
+    """What the policy reads of a client: one prompt, or `load` tickets."""
+
+    def __init__(self, load: int, rank: Rank = NEW) -> None:
+        self.queued = QueuedPrompts()
+        self.queued.add(QueuedPrompt(rank, load))
         self.num_tickets = load
-        self.num_resuming = 0
 
 
 def info(id: str, role: Role, model: str = "f") -> WorkerInfo:
@@ -25,9 +29,9 @@ def info(id: str, role: Role, model: str = "f") -> WorkerInfo:
     return WorkerInfo(WorkerId(id), role, Incarnation(f"{id}!"), "", 1, card)
 
 
-def prefill(id: str, load: int, *linked: str) -> PrefillPeer:
+def prefill(id: str, load: int, *linked: str, rank: Rank = NEW) -> PrefillPeer:
     beat = worker_pb2.WatchResponse(linked=[f"{each}!" for each in linked])
-    return PrefillPeer(info(id, "prefill"), Client(load), beat)  # type: ignore[arg-type]
+    return PrefillPeer(info(id, "prefill"), Client(load, rank), beat)  # type: ignore[arg-type]
 
 
 def decode(id: str, load: int, model: str = "f") -> DecodePeer:
@@ -38,8 +42,8 @@ def nothing(_: Incarnation) -> int:
     return 0
 
 
-def opened(prefills: list[PrefillPeer], known: Known = nothing, *, resumes: bool = False) -> list[str]:
-    return [peer.info.id for peer in open_prefills(prefills, 256, known, resumes=resumes)]
+def opened(prefills: list[PrefillPeer], known: Known = nothing, rank: Rank = LAST) -> list[str]:
+    return [peer.info.id for peer in open_prefills(prefills, 256, known, rank)]
 
 
 def ids(pair: tuple[PrefillPeer, DecodePeer] | None) -> tuple[str, str] | None:
@@ -66,10 +70,21 @@ def test_two_chunk_budgets_are_enough() -> None:
     assert opened([prefill("a", 512), prefill("b", 513)]) == ["a"]
 
 
+def test_what_is_computed_later_takes_no_room_but_among_equals_the_idle_one_is_first() -> None:
+    long = Rank(0, True, 100, 1)
+    prefills = [prefill("a", 2000, rank=long), prefill("b", 513, rank=long), prefill("c", 512, rank=long)]
+    assert opened(prefills, rank=Rank(0, True, 101, 0)) == ["c"]
+    assert opened(prefills, rank=Rank(0, True, 99, 2)) == opened(prefills, rank=long) == ["c", "b", "a"]
+    assert opened(prefills, rank=Rank(-1, True, 999, 2)) == ["c", "b", "a"], "more urgent"
+    assert opened(prefills, rank=Rank(0, False, 999, 2)) == ["c", "b", "a"], "it was at work already"
+    prefills[2].others = 600
+    assert opened(prefills, rank=long) == ["b", "a"], "what others sent there counts in any case"
+
+
 def test_only_two_resumed_prompts_at_a_time_on_a_prefill_worker() -> None:
-    busy, free = prefill("a", 0), prefill("b", 0)
-    busy.client.num_resuming, free.client.num_resuming = 2, 1
-    assert opened([busy, free], resumes=True) == ["b"]
+    busy, free = prefill("a", 0, rank=RESUMED), prefill("b", 0, rank=RESUMED)
+    busy.client.queued.add(QueuedPrompt(RESUMED, 0))
+    assert opened([busy, free], rank=RESUMED) == ["b"]
     assert opened([busy, free]) == ["a", "b"]
 
 
@@ -90,15 +105,15 @@ def test_what_others_queued_counts_and_what_we_had_queued_at_the_beat_does_not()
     peer = prefill("p0", 100)
     peer.take(worker_pb2.WatchResponse(load=cluster_pb2.Load(queued_tokens=350)))
     assert peer.queued_tokens == 350
-    peer.client.queued_tokens = 0
-    assert peer.queued_tokens == 250
+    peer.client.queued = QueuedPrompts()
+    assert peer.queued_tokens == peer.tokens_before(LAST) == 250
 
 
 def test_a_known_prefix_is_work_that_is_done_already() -> None:
     known = {Incarnation("p1!"): 100, Incarnation("d1!"): 2 * TOKENS_PER_REQUEST}
     prefills = [prefill("p0", 0, "d0", "d1"), prefill("p1", 99, "d0", "d1")]
     assert opened(prefills, lambda each: known.get(each, 0)) == ["p1", "p0"]
-    prefills[1].client.queued_tokens = 101
+    prefills[1].client.queued.add(QueuedPrompt(NEW, 2))
     assert opened(prefills, lambda each: known.get(each, 0)) == ["p0", "p1"]
     decodes = [decode("d0", 1), decode("d1", 2)]
     assert ids(choose(prefills, decodes, lambda each: known.get(each, 0), ())) == ("p0", "d1")

@@ -67,7 +67,7 @@ async def until_pushed(call: PrefillCall) -> None:
 async def test_the_first_token_then_word_that_decode_has_it_all() -> None:
     async with connected() as (client, script):
         ticket, loop = held(), asyncio.get_running_loop()
-        async with client.prefill(REQUEST, ticket) as call:
+        async with client.prefill(REQUEST, ticket, -3) as call:
             for scored in SCORES:
                 scores = prefill_pb2.PromptScores(tokens=[scored_to_wire(scored)])
                 script.say.put_nowait(prefill_pb2.PrefillResponse(scores=scores))
@@ -86,7 +86,9 @@ async def test_the_first_token_then_word_that_decode_has_it_all() -> None:
             await asyncio.sleep(0.02)
             assert not ticket.failed.done(), "the call has ended as it should"
         (heard,) = script.heard
-        assert heard == prefill_pb2.PrefillRequest(request=request_to_wire(REQUEST), ticket=ticket_to_wire(TICKET))
+        assert heard == prefill_pb2.PrefillRequest(
+            request=request_to_wire(REQUEST), ticket=ticket_to_wire(TICKET), priority=-3
+        )
 
 
 async def test_without_a_second_token_there_is_no_ticket() -> None:

@@ -96,8 +96,10 @@ def test_no_more_than_num_slots_are_outstanding() -> None:
     with pytest.raises(ProtocolError, match="4 payloads are outstanding"):
         decode.announced(Announce(4, 1, b""))
     prefill.ready(decode.ready(2, ""))
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match="4 payloads are outstanding"):
         prefill.announce(1, b"")  # being sent still counts
+    with pytest.raises(ProtocolError, match="4 payloads are outstanding"):
+        decode.announced(Announce(4, 1, b""))  # being received, too
     assert prefill.landed(decode.landed(2))
     decode.announced(prefill.announce(1, b""))
 

@@ -1,6 +1,7 @@
 """A wire over a group that does what the test says: what its futures fail with."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -51,6 +52,9 @@ def test_nothing_is_posted_before_the_wire_is_up() -> None:
         return Group()
 
     wire = TorchWire(connect, "receive")
+    threads = [thread for thread in threading.enumerate() if thread.name == "link-receive"]
+    assert threads
+    assert all(thread.daemon for thread in threads), "a wire that hangs keeps no process alive"
     with pytest.raises(LinkDown, match=r"^a payload was posted before the wire was up$"):
         wire.post(PAYLOAD).result(5)
     assert not wire.ended.done()
@@ -58,6 +62,59 @@ def test_nothing_is_posted_before_the_wire_is_up() -> None:
     wire.ended.result(5)
     with pytest.raises(LinkDown, match="before the wire was up"):
         wire.up.result(0)
+
+
+def test_nothing_is_kept_of_a_payload_that_is_through() -> None:
+    class Open(Group):
+        def post(self, payload: torch.Tensor) -> c10d.Work:
+            return c10d.Work()
+
+        def wait(self, work: c10d.Work, failed: threading.Event) -> None:
+            """It is there at once."""
+
+    wire = TorchWire(Open, "send")
+    wire.up.result(5)
+    done = wire.post(PAYLOAD)
+    done.result(5)
+    first = weakref.ref(done)
+    del done
+    wire.post(PAYLOAD).result(5)  # what the thread holds in its hand is this one
+    assert first() is None
+    wire.fail("over")
+    wire.ended.result(5)
+
+
+def test_a_group_that_cannot_be_made_says_why() -> None:
+    def connect() -> Group:
+        raise RuntimeError("no route to host\nand the stack behind it")
+
+    wire = TorchWire(connect, "send")
+    with pytest.raises(LinkDown, match=r"^no route to host$"):
+        wire.up.result(5)
+    wire.ended.result(5)
+
+
+def test_a_peer_that_is_not_met_says_why() -> None:
+    class Alone(Group):
+        def meet(self, failed: threading.Event) -> None:
+            raise RuntimeError("nobody came")
+
+    wire = TorchWire(Alone, "receive")
+    with pytest.raises(LinkDown, match=r"^nobody came$"):
+        wire.up.result(5)
+    wire.ended.result(5)
+
+
+def test_a_group_that_cannot_be_closed_is_what_the_wire_ends_with() -> None:
+    class Stuck(Group):
+        def close(self) -> None:
+            raise RuntimeError("somebody is inside")
+
+    wire = TorchWire(Stuck, "send")
+    wire.up.result(5)
+    wire.fail("over")
+    with pytest.raises(RuntimeError, match="somebody is inside"):
+        wire.ended.result(5)
 
 
 def test_an_error_without_words_is_named() -> None:
