@@ -21,11 +21,13 @@ class Timed:
     exposed_s: float  # from the first token to the second
     total_s: float
     usage: pb.Usage
+    times_s: tuple[float, ...]  # when each token came, on the client's clock
 
 
 def request(num_prompt: int, num_output: int, seed: int) -> pb.GenerateRequest:
     """Random token ids (never the same prompt twice), greedy, exactly `num_output` tokens."""
-    ids = [random.Random(seed).randrange(100, 40_000) for _ in range(num_prompt)]
+    draw = random.Random(seed)
+    ids = [draw.randrange(100, 40_000) for _ in range(num_prompt)]
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
     message.sampling.temperature = 0
     message.stopping.max_tokens = num_output
@@ -43,7 +45,7 @@ async def timed(stub: "generation_pb2_grpc.GenerationServiceAsyncStub", message:
     assert len(times) == message.stopping.max_tokens, f"{len(times)} tokens came"
     tpot_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
     exposed_s = times[1] - times[0] if len(times) > 1 else 0.0
-    return Timed(times[0] - began, tpot_s, len(times), exposed_s, total_s, usage)
+    return Timed(times[0] - began, tpot_s, len(times), exposed_s, total_s, usage, tuple(times))
 
 
 async def closed_loop(address: str, messages: list[pb.GenerateRequest], concurrency: int) -> tuple[list[Timed], float]:
