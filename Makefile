@@ -20,6 +20,9 @@ bench: $(VENV)/.run  ## Measure TTFT, TPOT and throughput beside the floors of t
 bench-handover: $(VENV)/.run  ## Measure what moving KV costs, beside bare Gloo, and how much of it a request sees
 	$(BIN)/python -m benchmarks.handover $(ARGS)
 
+bench-stages: $(VENV)/.dev  ## Measure the textbook's statements about prefill and decode, and plot them
+	$(BIN)/python -m benchmarks.stages $(ARGS)
+
 bench-branches: $(VENV)/.run  ## Measure what n completions of one prompt cost, beside one and beside n requests
 	$(BIN)/python -m benchmarks.branches $(ARGS)
 
@@ -94,4 +97,4 @@ $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --no-compile -e '.[cluster,dev]'
 	@touch $@
 
-.PHONY: demo bench bench-handover bench-branches bench-scheduling parity test chaos simulate soak check format proto proto-image clean help mutants
+.PHONY: demo bench bench-handover bench-stages bench-branches bench-scheduling parity test chaos simulate soak check format proto proto-image clean help mutants

@@ -19,11 +19,15 @@ class Timed:
     tpot_s: float
     num_tokens: int
     exposed_s: float  # from the first token to the second
+    total_s: float
+    usage: pb.Usage
+    times_s: tuple[float, ...]  # when each token came, on the client's clock
 
 
 def request(num_prompt: int, num_output: int, seed: int) -> pb.GenerateRequest:
     """Random token ids (never the same prompt twice), greedy, exactly `num_output` tokens."""
-    ids = [random.Random(seed).randrange(100, 40_000) for _ in range(num_prompt)]
+    draw = random.Random(seed)
+    ids = [draw.randrange(100, 40_000) for _ in range(num_prompt)]
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
     message.sampling.temperature = 0
     message.stopping.max_tokens = num_output
@@ -33,12 +37,15 @@ def request(num_prompt: int, num_output: int, seed: int) -> pb.GenerateRequest:
 
 async def timed(stub: "generation_pb2_grpc.GenerationServiceAsyncStub", message: pb.GenerateRequest) -> Timed:
     """Send one request and time its tokens."""
-    began, times = time.perf_counter(), []
+    began, times, usage = time.perf_counter(), list[float](), pb.Usage()
     async for response in stub.Generate(message, timeout=600):
         times += [time.perf_counter()] * len(response.delta.token_ids)
+        usage = response.finished.usage
+    total_s = time.perf_counter() - began
     assert len(times) == message.stopping.max_tokens, f"{len(times)} tokens came"
     tpot_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
-    return Timed(times[0] - began, tpot_s, len(times), times[1] - times[0] if len(times) > 1 else 0.0)
+    exposed_s = times[1] - times[0] if len(times) > 1 else 0.0
+    return Timed(times[0] - began, tpot_s, len(times), exposed_s, total_s, usage, tuple(times))
 
 
 async def closed_loop(address: str, messages: list[pb.GenerateRequest], concurrency: int) -> tuple[list[Timed], float]:

@@ -52,7 +52,7 @@ def cluster(flags: Sequence[str]) -> Iterator[tuple[str, float]]:
 
 def latency(address: str, num_prompt: int, num_output: int, repeats: int) -> dict[str, Any]:
     """One request at a time."""
-    messages = [request(num_prompt, num_output, seed) for seed in range(repeats)]
+    messages = [request(num_prompt, num_output, 1000 * num_prompt + index) for index in range(repeats)]
     answers, _ = asyncio.run(closed_loop(address, messages, 1))
     return {
         "ttft_ms": spread([1000 * each.ttft_s for each in answers]),
@@ -61,11 +61,30 @@ def latency(address: str, num_prompt: int, num_output: int, repeats: int) -> dic
     }
 
 
-def throughput(address: str, concurrency: int, num_requests: int) -> float:
-    """Output tokens per second at a fixed concurrency, from the first start to the last end: 256 in, 128 out."""
-    messages = [request(256, 128, 1000 * concurrency + seed) for seed in range(num_requests)]
+def throughput(address: str, concurrency: int, num_requests: int, round_: int = 0) -> dict[str, float]:
+    """Output tokens per second at a fixed concurrency: 256 in, 128 out.
+
+    whole: from the first start to the last end, which for as many requests as run at once is one wave; steady: in the
+    middle half of that time. Every round has prompts of its own, as workers remember what they have computed.
+    """
+    first_seed = 10**6 * concurrency + 10**3 * (num_requests + round_)
+    messages = [request(256, 128, first_seed + index) for index in range(num_requests)]
     answers, wall_s = asyncio.run(closed_loop(address, messages, concurrency))
-    return sum(each.num_tokens for each in answers) / wall_s
+    times = sorted(time_s for each in answers for time_s in each.times_s)
+    end_s = times[-1] - wall_s / 4
+    steady = sum(end_s - wall_s / 2 <= time_s < end_s for time_s in times) / (wall_s / 2)
+    return {"whole": len(times) / wall_s, "steady": steady}
+
+
+def rates(address: str, concurrency: int, repeats: int = 3) -> dict[str, list[float]]:
+    """One wave; a closed loop of four; and the middle of that loop."""
+    waves = [throughput(address, concurrency, concurrency, round_) for round_ in range(repeats)]
+    loops = [throughput(address, concurrency, 4 * concurrency, round_) for round_ in range(repeats)]
+    return {
+        "one wave": [each["whole"] for each in waves],
+        "four waves": [each["whole"] for each in loops],
+        "steady": [each["steady"] for each in loops],
+    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -106,7 +125,7 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
             "ready_s": ready_s,
             "short": latency(address, *SHORT, repeats=5),
             "ttft": {n: latency(address, n, 2, repeats=3) for n in (512, 2000)},
-            "tokens_per_s": {c: [throughput(address, c, num_requests=4 * c) for _ in range(3)] for c in (1, 8, 16)},
+            "tokens_per_s": {c: rates(address, c) for c in (1, 8, 16)},
         }
 
 
@@ -120,7 +139,7 @@ def doctor(model: str, dtype: str) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The figures for a person."""
-    at = {c: median(values) for c, values in result["tokens_per_s"].items()}
+    rates_at = {(c, kind): each for c, kinds in result["tokens_per_s"].items() for kind, each in kinds.items()}
     short = result["short"]
     rows = [
         ("ready", f"{result['ready_s']:.1f} s", ""),
@@ -130,8 +149,8 @@ def table(result: dict[str, Any]) -> str:
             for n, each in result["ttft"].items()
         ),
         *(
-            (f"output tokens/s at {c}", _rate(values), f"{at[c] / at[1]:.1f} x")
-            for c, values in result["tokens_per_s"].items()
+            (f"output tokens/s at {c}, {kind}", _rate(values), f"{median(values) / median(rates_at[1, kind]):.1f} x")
+            for (c, kind), values in rates_at.items()
         ),
     ]
     head = f"{result['machine']}; {result['dtype']}, exact: {result['exact']}; 1 prefill + 1 decode, one thread each"

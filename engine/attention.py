@@ -103,9 +103,9 @@ class NativeAttention:
         if k.shape != expected or v.shape != expected:
             raise ValueError(f"expected k and v of shape {list(expected)}, got {list(k.shape)} and {list(v.shape)}")
         k, v = _dense_heads(k), _dense_heads(v)
-        pages = _pages_args(cache, layer, batch)
+        pages = pages_args(cache, layer, batch)
         args = _WriteArgs(pages, k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0))
-        _check(self._library.call("write_kv", args), cache)
+        check_status(self._library.call("write_kv", args), cache)
 
     def attend(self, q: Tensor, cache: KvCache, layer: int, batch: Batch, look: Look) -> Tensor:
         """See `engine.kernels.Attend`. Raises IndexError for a page that the cache does not have."""
@@ -118,8 +118,8 @@ class NativeAttention:
         q = _dense_heads(q)
         out = torch.empty(q.shape)
         sizes = (q.shape[1], q.stride(0), self._library.threads, look.reach or 0)
-        args = _AttendArgs(_pages_args(cache, layer, batch), q.data_ptr(), out.data_ptr(), *sizes, look.scale)
-        _check(self._library.call("attend", args), cache)
+        args = _AttendArgs(pages_args(cache, layer, batch), q.data_ptr(), out.data_ptr(), *sizes, look.scale)
+        check_status(self._library.call("attend", args), cache)
         return out
 
 
@@ -129,14 +129,15 @@ def _dense_heads(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _check(status: int, cache: KvCache) -> None:
+def check_status(status: int, cache: KvCache) -> None:
+    """Raises what a routine over pages returned."""
     if status == -1:
         raise IndexError(f"the page table is too short or names pages beyond the {cache.num_pages} of the cache")
     if status:
         raise MemoryError("no memory for attention's scratch space")
 
 
-class _PagesArgs(ctypes.Structure):
+class PagesArgs(ctypes.Structure):
     """pages_args in csrc/pages.h."""
 
     _fields_ = [
@@ -149,30 +150,31 @@ class _PagesArgs(ctypes.Structure):
     ]
 
 
-def _pages_args(cache: KvCache, layer: int, batch: Batch) -> _PagesArgs:
+def pages_args(cache: KvCache, layer: int, batch: Batch) -> PagesArgs:
+    """Of one layer; `cache` and `batch` must live until the call returns."""
     layout, (sequences, max_pages) = cache.layout, batch.page_table.shape
     if not _in_groups(cache):
         raise ValueError(f"the native kernels work on pages of format {PAGE_FORMAT}, not {layout.page_format}")
     pointers = (x.data_ptr() for x in (cache.pages, batch.positions, batch.row_starts, batch.page_table))
     shape = (cache.num_pages, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_tokens)
-    return _PagesArgs(*pointers, *shape, int(layout.dtype == "bfloat16"), layer, sequences, max_pages)
+    return PagesArgs(*pointers, *shape, int(layout.dtype == "bfloat16"), layer, sequences, max_pages)
 
 
 class _WriteArgs(ctypes.Structure):
-    """write_args in csrc/pages.c."""
+    """write_args in csrc/pages.h."""
 
     _fields_ = [
-        ("at", _PagesArgs),
+        ("at", PagesArgs),
         *((name, ctypes.c_void_p) for name in ("k", "v")),
         *((name, ctypes.c_long) for name in ("ldk", "ldv")),
     ]
 
 
 class _AttendArgs(ctypes.Structure):
-    """attend_args in csrc/attention.c."""
+    """attend_args in csrc/pages.h."""
 
     _fields_ = [
-        ("at", _PagesArgs),
+        ("at", PagesArgs),
         *((name, ctypes.c_void_p) for name in ("q", "out")),
         *((name, ctypes.c_long) for name in ("heads", "ldq", "threads", "reach")),
         ("scale", ctypes.c_double),

@@ -124,6 +124,11 @@ class ExpertMlp:
         return out
 
 
+class Layer(Protocol):
+    def __call__(self, hidden: Tensor, batch: Batch, cache: KvCache) -> Tensor:
+        """[T, hidden] to the same; it may be the same tensor, changed."""
+
+
 @dataclass(frozen=True)
 class DecoderLayer:
     """Attention, then the MLP, each normed before and added to what came in."""

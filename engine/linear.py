@@ -49,7 +49,9 @@ class NativeLinear:
         self._out, self._in = weight.shape
         self._packed = _pack(weight)
         self._bias = None if bias is None else functional.pad(bias.float(), (0, -self._out % GROUP)).contiguous()
-        self._is_bf16 = int(weight.dtype == torch.bfloat16)
+        bias_at, is_bf16 = None if self._bias is None else self._bias.data_ptr(), int(weight.dtype == torch.bfloat16)
+        sizes = (0, 0, self._in, self._out, is_bf16, library.threads)
+        self.args = LinearArgs(None, self._packed.data_ptr(), bias_at, None, *sizes)  # without rows: good while we live
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`. Raises ValueError when the width of x is wrong."""
@@ -57,9 +59,9 @@ class NativeLinear:
             raise ValueError(f"expected x of shape [rows, {self._in}], got {list(x.shape)}")
         x = x.float() if x.stride(1) == 1 else x.float().contiguous()
         y = torch.empty(x.shape[0], self._out)
-        bias = None if self._bias is None else self._bias.data_ptr()
-        sizes = (x.stride(0), x.shape[0], self._in, self._out, self._is_bf16, self._library.threads)
-        self._library.call("linear_forward", _Args(x.data_ptr(), self._packed.data_ptr(), bias, y.data_ptr(), *sizes))
+        args = LinearArgs.from_buffer_copy(self.args)
+        args.x, args.y, args.ldx, args.rows = x.data_ptr(), y.data_ptr(), x.stride(0), x.shape[0]
+        self._library.call("linear_forward", args)
         return y
 
 
@@ -76,8 +78,8 @@ def _pack(weight: Tensor) -> Tensor:
     return to_groups(padded.view(-1, GROUP, weight.shape[1]).transpose(1, 2)).contiguous()
 
 
-class _Args(ctypes.Structure):
-    """linear_args in csrc/linear.c."""
+class LinearArgs(ctypes.Structure):
+    """linear_args in csrc/linear.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "y")),

@@ -3,15 +3,28 @@
 It holds the weights and nothing else: no pages, no requests, no state between two forwards. `Runner` drives it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from engine.attention import Look
 from engine.batch import Batch
+from engine.joined import JoinedLayer, JoinedPass, joined
 from engine.kernels import Kernels
-from engine.layers import DecoderLayer, ExpertMlp, GatedMlp, HeadNorm, Heads, LmHead, Mlp, RmsNorm, SelfAttention
+from engine.kv_cache import KvCache
+from engine.layers import (
+    DecoderLayer,
+    ExpertMlp,
+    GatedMlp,
+    HeadNorm,
+    Heads,
+    Layer,
+    LmHead,
+    Mlp,
+    RmsNorm,
+    SelfAttention,
+)
 from engine.linear import Linear
 from engine.model_config import Experts, LayerConfig, MlpNames, ModelConfig
 from engine.rotary import rotary_tables
@@ -30,6 +43,8 @@ class Model:
         self._activations = torch.float32 if device.type == "cpu" else dtype
         self._embedding = build.tensor(EMBEDDING)  # [vocab, hidden]
         self.layers = tuple(build.layers())
+        joined_ones = [layer for layer in self.layers if isinstance(layer, JoinedLayer)]
+        self._joined = joined_ones if len(joined_ones) == len(self.layers) else []
         self._norm = build.norm(FINAL_NORM)
         head = self._embedding if config.tie_embeddings else build.tensor(LM_HEAD)
         self._lm_head = LmHead(head, kernels.head, config.logit_cap)
@@ -38,6 +53,12 @@ class Model:
         """The hidden rows that the first layer takes, [T, hidden]."""
         rows = self._embedding[batch.token_ids].to(self._activations)
         return rows if self.config.embedding_scale == 1 else rows * self.config.embedding_scale
+
+    def over(self, batch: Batch, cache: KvCache) -> Callable[[int, Tensor], Tensor]:
+        """A layer by its index, for the rows of this batch: hidden rows [T, hidden] to the same."""
+        if self._joined:
+            return JoinedPass(self._joined, batch, cache)
+        return lambda index, hidden: self.layers[index](hidden, batch, cache)
 
     def logits(self, hidden: Tensor, batch: Batch) -> Tensor:
         """fp32 [R, vocab] for the sampled rows of what the last layer gave."""
@@ -71,18 +92,20 @@ class _Builder:
     def norm(self, name: str) -> RmsNorm:
         return RmsNorm(self._norm_weight(name), self._config.rms_eps, self._kernels)
 
-    def layers(self) -> Iterator[DecoderLayer]:
-        names = self._config.names
+    def layers(self) -> Iterator[Layer]:
         for index, layer in enumerate(self._config.layers):
-            prefix = layer_prefix(index)
-            yield DecoderLayer(
-                self.norm(prefix + names.attention_norm),
-                self._attention(index, layer, prefix),
-                self._norm_or_none(prefix, names.attention_end_norm),
-                self.norm(prefix + names.mlp_norm),
-                self._mlp(prefix, names.mlp) if layer.experts is None else self._experts(prefix, layer.experts),
-                self._norm_or_none(prefix, names.mlp_end_norm),
-            )
+            yield joined(self._layer(index, layer), self._kernels)
+
+    def _layer(self, index: int, layer: LayerConfig) -> DecoderLayer:
+        names, prefix = self._config.names, layer_prefix(index)
+        return DecoderLayer(
+            self.norm(prefix + names.attention_norm),
+            self._attention(index, layer, prefix),
+            self._norm_or_none(prefix, names.attention_end_norm),
+            self.norm(prefix + names.mlp_norm),
+            self._mlp(prefix, names.mlp) if layer.experts is None else self._experts(prefix, layer.experts),
+            self._norm_or_none(prefix, names.mlp_end_norm),
+        )
 
     def _norm_weight(self, name: str) -> Tensor:
         return self._weights[f"{name}.weight"].to(self._device, torch.float32, copy=True) + self._config.norm_offset

@@ -28,7 +28,10 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-Wno-psabi", "-shared", "
 COMPILE_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 300.0
 OPENMP = "-fopenmp"
-_FUNCTIONS = ("linear_forward", "write_kv", "attend", "rms_norm", "norm_heads", "silu_mul", "gelu_mul", "rotate")
+_FUNCTIONS = (
+    *("linear_forward", "write_kv", "attend", "rms_norm", "norm_heads", "silu_mul", "gelu_mul", "rotate"),
+    "decoder_layer",
+)
 
 
 class Library:

@@ -106,7 +106,7 @@ def _check_in_place(x: Tensor) -> None:
 
 
 class _RmsNormArgs(ctypes.Structure):
-    """rms_norm_args in csrc/ops.c."""
+    """rms_norm_args in csrc/ops.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "y")),
@@ -116,7 +116,7 @@ class _RmsNormArgs(ctypes.Structure):
 
 
 class _NormHeadsArgs(ctypes.Structure):
-    """norm_heads_args in csrc/ops.c."""
+    """norm_heads_args in csrc/ops.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight")),
@@ -126,7 +126,7 @@ class _NormHeadsArgs(ctypes.Structure):
 
 
 class _GateMulArgs(ctypes.Structure):
-    """gate_mul_args in csrc/ops.c."""
+    """gate_mul_args in csrc/ops.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("gate_up", "y")),
@@ -135,7 +135,7 @@ class _GateMulArgs(ctypes.Structure):
 
 
 class _RotateArgs(ctypes.Structure):
-    """rotate_args in csrc/ops.c."""
+    """rotate_args in csrc/ops.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "positions")),

@@ -80,6 +80,7 @@ class Forward:
         self._batch = batch
         self._work = work
         self._hidden = runner.model.embed(batch)
+        self._layer = runner.model.over(batch, runner.cache)
 
     @property
     def is_complete(self) -> bool:
@@ -90,8 +91,8 @@ class Forward:
     def advance(self, num_layers: int) -> None:
         """Compute so many more layers, or as many as are left."""
         runner, before = self._runner, self.num_layers
-        for layer in runner.model.layers[self.num_layers : self.num_layers + num_layers]:
-            self._hidden = layer(self._hidden, self._batch, runner.cache)
+        for index in range(before, min(before + num_layers, len(runner.model.layers))):
+            self._hidden = self._layer(index, self._hidden)
             self.num_layers += 1
             runner.progress += 1
             runner.tally.layer_done(self._work)

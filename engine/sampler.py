@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.logprobs import NEAR, Floats, Ids, exp, scored, top_ids
-from engine.noise import UNIFORM_BITS, hash52, row_key
+from engine.noise import UNIFORM_BITS, hash52, lucky_ids, row_key
 from engine.pilot import Pilot
 from engine.shortlist import MOST_K, Few, Wish, shortlists
 from pdserve.request import Candidate, Sampling, Scored, Token, WorkRequest, finish_after
@@ -182,8 +182,8 @@ def _noisy_argmax_of_all(row: Floats, peak: float, sampling: Sampling, key: int)
     near = np.flatnonzero(row >= peak - NEAR * sampling.temperature)
     best, token_id = _noisy_argmax(near, _scores(row[near], peak, sampling), key)
     uniform = math.exp(-math.exp(-(best + NEAR)))  # where the noise is best + NEAR
-    needed = np.uint64(uniform * 2**UNIFORM_BITS * (1 - 1e-12))  # a little less, for the rounding of exp
-    lucky = np.flatnonzero(hash52(np.arange(len(row), dtype=np.uint64), key) >= needed)
+    needed = int(uniform * 2**UNIFORM_BITS * (1 - 1e-12))  # a little less, for the rounding of exp
+    lucky = lucky_ids(len(row), key, needed)
     if not len(lucky):
         return token_id
     rival, rival_id = _noisy_argmax(lucky, _scores(row[lucky], peak, sampling), key)

@@ -15,15 +15,6 @@
 #define BLOCK_GROUPS (BLOCK / GROUP)
 #define STRIP 48 /* queries */
 
-typedef struct {
-    pages_args at;
-    const float *q; /* [rows][heads][head_dim], rows ldq floats apart */
-    float *out;     /* [rows][heads][head_dim] */
-    long heads, ldq, threads;
-    long reach; /* tokens that a row sees, its own included; 0: all */
-    double scale; /* of the scores */
-} attend_args;
-
 typedef struct { /* of a strip; all but `scores` live while blocks pass */
     float *q;            /* [queries][head_dim], scaled so that weights are powers of 2 */
     float *out;          /* [queries][head_dim], not yet divided by the sum of weights */
@@ -40,22 +31,36 @@ typedef struct { /* tokens that some queries of a strip look at */
     int tokens, groups;
 } block;
 
+/* The first position that the row at `position` sees. */
+INLINE long first_seen(const attend_args *a, long position) {
+    return a->reach && position >= a->reach ? position - a->reach + 1 : 0;
+}
+
 /* Where K and V of the 16 tokens from `token` on lie. */
 INLINE void find_group(const attend_args *a, long sequence, long kv_head, long token, const char **keys, const char **values) {
     const pages_args *at = &a->at;
-    long bytes = element_bytes(at), slot = token % at->page_tokens, page = page_of(at, sequence, token);
+    uint32_t index = (uint32_t)token / (uint32_t)at->page_tokens; /* half as long as in 64 bits, and there are many */
+    long bytes = element_bytes(at), slot = token - (long)index * at->page_tokens;
+    long page = at->page_table[sequence * at->max_pages + index];
     *keys = page_part(at, page, 0, kv_head) + slot * bytes;
     *values = page_part(at, page, 1, kv_head) + slot * at->head_dim * bytes;
 }
 
-/* The tokens from `start` to `end`, at most a block of them; `length` is how many tokens there are in all. */
+/* The tokens from `start` to `end`, at most a block of them; `length` is how many tokens there are in all.
+ * After the last ones the next KV head's first are read, and after those of the last head the next sequence's. */
 INLINE block find_block(const attend_args *a, long sequence, long kv_head, long start, long end, long length) {
-    long tokens = end - start < BLOCK ? end - start : BLOCK;
+    long tokens = end - start < BLOCK ? end - start : BLOCK, next_start = start + BLOCK, next_sequence = sequence, next_head = kv_head;
     block b = {.start = start, .tokens = (int)tokens, .groups = (int)((tokens + GROUP - 1) / GROUP)};
+    if (next_start >= length) {
+        if (++next_head == a->at.kv_heads) next_head = 0, next_sequence = sequence + 1 < a->at.sequences ? sequence + 1 : sequence;
+        long last = a->at.positions[a->at.row_starts[next_sequence + 1] - 1];
+        next_start = first_seen(a, a->at.positions[a->at.row_starts[next_sequence]]) / BLOCK * BLOCK;
+        length = last + 1;
+    }
     for (int g = 0; g < b.groups; g++) {
-        long token = start + g * GROUP, next = token + BLOCK < length ? token + BLOCK : token;
-        find_group(a, sequence, kv_head, token, &b.keys[g], &b.values[g]);
-        find_group(a, sequence, kv_head, next, &b.next_keys[g], &b.next_values[g]);
+        long next = next_start + g * GROUP;
+        find_group(a, sequence, kv_head, start + g * GROUP, &b.keys[g], &b.values[g]);
+        find_group(a, next_sequence, next_head, next < length ? next : next_start, &b.next_keys[g], &b.next_values[g]);
     }
     return b;
 }
@@ -65,8 +70,10 @@ INLINE void score_tile(const attend_args *a, strip *s, const block *b, const int
     long dim = a->at.head_dim;
     tile t;
     UNROLL for (int j = 0; j < rows * groups; j++) UNROLL for (int i = 0; i < PARTS; i++) t.at[j].part[i] = splat(0.0f);
-    accumulate(&t, rows, groups, dim, s->q + query * dim, dim, b->keys + first, b->next_keys + first,
-               a->at.page_tokens * (is_bf16 ? 2 : 4), is_bf16);
+    long step = a->at.page_tokens * (is_bf16 ? 2 : 4);
+    stream keys = {.step = step, .step_ahead = step};
+    UNROLL for (int g = 0; g < groups; g++) keys.at[g] = b->keys[first + g], keys.ahead[g] = b->next_keys[first + g];
+    accumulate(&t, rows, groups, dim, s->q + query * dim, dim, &keys, is_bf16);
     UNROLL for (int m = 0; m < rows; m++) UNROLL for (int g = 0; g < groups; g++) UNROLL for (int i = 0; i < PARTS; i++)
         store(&s->scores[query + m][(first + g) * GROUP + i * LANES], t.at[m * groups + g].part[i]);
 }
@@ -75,13 +82,7 @@ INLINE void score_tile(const attend_args *a, strip *s, const block *b, const int
 INLINE float largest(const float *row, int groups, float top) {
     vf lanes = splat(top);
     for (int i = 0; i < groups * GROUP; i += LANES) lanes = max_f(load(row + i), lanes);
-    for (int i = 0; i < LANES; i++) top = lanes[i] > top ? lanes[i] : top;
-    return top;
-}
-
-/* The first position that the row at `position` sees. */
-INLINE long first_seen(const attend_args *a, long position) {
-    return a->reach && position >= a->reach ? position - a->reach + 1 : 0;
+    return max_lane(lanes);
 }
 
 /* Turn the scores of one query into weights 2^(score - max), and keep the running maximum and sum. */
@@ -112,13 +113,13 @@ INLINE void value_tile(const attend_args *a, strip *s, const block *b, const int
     UNROLL for (int m = 0; m < rows; m++) UNROLL for (int j = 0; j < groups * PARTS; j++)
         t.at[m * groups + j / PARTS].part[j % PARTS] = load(out + m * dim + j * LANES) * splat(s->shrink[query + m]);
     for (int n = 0; n < b->groups; n++) {
-        const char *values[4], *next[4];
+        stream values = {.step = dim * bytes, .step_ahead = dim * bytes};
         int tokens = b->tokens - n * GROUP < GROUP ? b->tokens - n * GROUP : GROUP;
         UNROLL for (int g = 0; g < groups; g++) {
-            values[g] = b->values[n] + (first + g) * GROUP * bytes;
-            next[g] = b->next_values[n] + (first + g) * GROUP * bytes;
+            values.at[g] = b->values[n] + (first + g) * GROUP * bytes;
+            values.ahead[g] = b->next_values[n] + (first + g) * GROUP * bytes;
         }
-        accumulate(&t, rows, groups, tokens, s->scores[query] + n * GROUP, BLOCK, values, next, dim * bytes, is_bf16);
+        accumulate(&t, rows, groups, tokens, s->scores[query] + n * GROUP, BLOCK, &values, is_bf16);
     }
     UNROLL for (int m = 0; m < rows; m++) UNROLL for (int j = 0; j < groups * PARTS; j++)
         store(out + m * dim + j * LANES, t.at[m * groups + j / PARTS].part[j % PARTS]);

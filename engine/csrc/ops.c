@@ -1,12 +1,5 @@
 /* The row-wise routines between the linear layers. All of them treat an element, or a row, by itself. */
-#include "simd.h"
-
-typedef struct {
-    const float *x, *weight; /* [rows][n], rows ldx floats apart; [n] */
-    float *y;                /* [rows][n] */
-    long ldx, rows, n;
-    float eps;
-} rms_norm_args;
+#include "ops.h"
 
 /* Sum of squares: 16 running sums, then a tree. */
 INLINE float sum_of_squares(const float *x, long n) {
@@ -35,13 +28,6 @@ int rms_norm(const rms_norm_args *a) {
     return 0;
 }
 
-typedef struct {
-    float *x;            /* [rows][heads][dim], rows ldx floats apart, in place */
-    const float *weight; /* [heads][dim] */
-    long ldx, rows, heads, dim;
-    float eps;
-} norm_heads_args;
-
 int norm_heads(const norm_heads_args *a) {
     for (long row = 0; row < a->rows; row++)
         for (long head = 0; head < a->heads; head++) {
@@ -50,12 +36,6 @@ int norm_heads(const norm_heads_args *a) {
         }
     return 0;
 }
-
-typedef struct {
-    const float *gate_up; /* [rows][2 n], rows ldx floats apart */
-    float *y;             /* [rows][n] */
-    long ldx, rows, n;
-} gate_mul_args;
 
 /* silu(x) = x / (1 + e^-x), and gelu with its tanh form is x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
 INLINE vf gated(vf gate, vf up, const int is_gelu) {
@@ -91,13 +71,6 @@ int gelu_mul(const gate_mul_args *a) {
     gate_mul(a, 1);
     return 0;
 }
-
-typedef struct {
-    float *x;                 /* [rows][heads][dim], rows ldx floats apart, in place; the first 2 half of dim turn */
-    const float *cos, *sin;   /* [window][half] */
-    const int32_t *positions; /* [rows] */
-    long ldx, rows, heads, dim, half, window;
-} rotate_args;
 
 /* 0, or -1 when a position is not in the tables (then nothing is changed). */
 int rotate(const rotate_args *a) {

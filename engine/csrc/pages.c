@@ -1,12 +1,6 @@
 /* Writing K and V of new rows into pages. */
 #include "pages.h"
 
-typedef struct {
-    pages_args at;
-    const float *k, *v; /* [rows][kv_heads][head_dim], rows ldk and ldv floats apart */
-    long ldk, ldv;
-} write_args;
-
 int pages_valid(const pages_args *a) {
     if (a->layer < 0 || a->layer >= a->num_layers) return 0;
     for (long s = 0; s < a->sequences; s++) {

@@ -29,4 +29,22 @@ INLINE long page_of(const pages_args *a, long sequence, long token) {
 /* Whether every page that the rows of the batch need is one of ours: a wrong id must not write into foreign memory. */
 int pages_valid(const pages_args *a);
 
+typedef struct {
+    pages_args at;
+    const float *k, *v; /* [rows][kv_heads][head_dim], rows ldk and ldv floats apart */
+    long ldk, ldv;
+} write_args;
+
+typedef struct {
+    pages_args at;
+    const float *q; /* [rows][heads][head_dim], rows ldq floats apart */
+    float *out;     /* [rows][heads][head_dim] */
+    long heads, ldq, threads;
+    long reach; /* tokens that a row sees, its own included; 0: all */
+    double scale; /* of the scores */
+} attend_args;
+
+int write_kv(const write_args *a);
+int attend(const attend_args *a);
+
 #endif

@@ -45,8 +45,33 @@ typedef struct {
 INLINE vf load(const float *p) { return *(const vf_any *)p; }
 INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
 INLINE vf splat(float x) { return x - (vf){}; }
-INLINE vf select_f(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-INLINE vf max_f(vf a, vf b) { return select_f(a > b, a, b); }
+/* Each lane of a mask is all ones or all zeros. */
+INLINE vf select_f(vi mask, vf yes, vf no) {
+#if LANES == 8 && defined(__AVX__)
+    return (vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
+#else
+    return (vf)((mask & (vi)yes) | (~mask & (vi)no));
+#endif
+}
+
+/* a > b ? a : b */
+INLINE vf max_f(vf a, vf b) {
+#if LANES == 8 && defined(__AVX__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return select_f(a > b, a, b);
+#endif
+}
+
+/* The largest lane. */
+INLINE float max_lane(vf x) {
+    float v[LANES];
+    memcpy(v, &x, sizeof v);
+    UNROLL for (int step = LANES / 2; step > 0; step /= 2) {
+        UNROLL for (int i = 0; i < step; i++) v[i] = v[i] > v[i + step] ? v[i] : v[i + step];
+    }
+    return v[0];
+}
 
 /* a * b + c, rounded once. */
 INLINE vf fused(vf a, vf b, vf c) {
@@ -88,25 +113,33 @@ INLINE group load_group(const char *p, int is_bf16) {
     return out;
 }
 
+/* What the compiler has read through a pointer it must read again: a second load is free, a sum that finds no register is not. */
+#define FORGET(pointer) __asm__ volatile("" : "+r"(pointer))
+
 /* The register tile: rows x groups, where rows * groups is a constant for the compiler. */
 typedef struct {
     group at[MAX_ROWS * 4];
 } tile;
 
-/* tile[m][g] += x[m][k] * w[g][k], k in order. ldx in floats, ldw in bytes; ahead[g] is what will be read next instead of w[g]. */
-INLINE void accumulate(tile *t, const int rows, const int groups, long depth, const float *x, long ldx,
-                       const char *const *w, const char *const *ahead, long ldw, const int is_bf16) {
+/* Weights, keys or values of a tile: for each group where they lie and what will be read after them, and bytes from one to the next. */
+typedef struct {
+    const char *at[4], *ahead[4];
+    long step, step_ahead;
+} stream;
+
+/* tile[m][g] += x[m][k] * w[g][k], k in order; ldx in floats. */
+INLINE void accumulate(tile *t, const int rows, const int groups, long depth, const float *x, long ldx, const stream *w,
+                       const int is_bf16) {
     for (long k = 0; k < depth; k++) {
-        group weight[4];
         UNROLL for (int g = 0; g < groups; g++) {
-            __builtin_prefetch(ahead[g] + k * ldw);
-            weight[g] = load_group(w[g] + k * ldw, is_bf16);
-        }
-        UNROLL for (int m = 0; m < rows; m++) {
-            vf value = splat(x[m * ldx + k]);
-            UNROLL for (int g = 0; g < groups; g++) {
+            __builtin_prefetch(w->ahead[g] + k * w->step_ahead);
+            group weight = load_group(w->at[g] + k * w->step, is_bf16);
+            const float *column = x + k;
+            FORGET(column);
+            UNROLL for (int m = 0; m < rows; m++) {
+                vf value = splat(column[m * ldx]);
                 group *sum = &t->at[m * groups + g];
-                UNROLL for (int i = 0; i < PARTS; i++) sum->part[i] = fused(value, weight[g].part[i], sum->part[i]);
+                UNROLL for (int i = 0; i < PARTS; i++) sum->part[i] = fused(value, weight.part[i], sum->part[i]);
             }
         }
     }

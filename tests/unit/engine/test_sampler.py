@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.noise import GOLDEN, hash52, mix, row_key
+from engine.noise import GOLDEN, UNIFORM_BITS, hash52, lucky_ids, mix, row_key
 from engine.sampler import Step, _noisy_argmax, sample
 from pdserve.request import Sampling, Token, WorkRequest
 
@@ -187,3 +187,11 @@ def test_top_logprobs_are_those_before_filters() -> None:
 
 def test_no_rows() -> None:
     assert sample(torch.empty(0, VOCAB), []) == []
+
+
+@pytest.mark.parametrize("count", [1, 5000, 2**18 + 7])
+def test_the_lucky_ids_are_those_of_the_hash(count: int) -> None:
+    for key in (0, 1, row_key(7, 3), 2**64 - 1):
+        hashed = hash52(np.arange(count, dtype=np.uint64), key)
+        for needed in (0, 1, 2**51, 2**UNIFORM_BITS - 1, int(hashed.max()), int(hashed.max()) + 1, int(hashed[0])):
+            assert np.array_equal(lucky_ids(count, key, needed), np.flatnonzero(hashed >= needed))
