@@ -1,7 +1,7 @@
 """One round: requests under way in all states, one fault, and what became of them.
 
-talkers decode -> readers queue, are prefilled, transferred -> (a worker drains) -> looks, until one shows what the
-round is after -> the fault at once -> all answers -> the cluster is whole again -> audit
+talkers decode -> long readers are prefilled -> the others queue, are prefilled, transferred -> (a worker drains) ->
+looks until one shows what the round is after -> the fault at once -> all answers -> the cluster is whole again -> audit
 
 Links are slowed down until the fault, so that KV is on its way: from the moment that several prompts share a pass (the
 first layers of all of them go first), or from the beginning where a worker drains.
@@ -89,7 +89,10 @@ async def play(stage: Stage, aim: Aim, jobs: Sequence[Job], name: str) -> Outcom
         await _until(lambda: all(len(each.record.tokens) > 3 for each in sent if each.job.is_talker), START_LIMIT_S)
         if aim.drains:
             await _slow(stage, stage.slow_bytes_per_s / DRAIN_SLOWER, SLOW_FOR_S)
-        tasks += _send(stage, aim, [each for each in sent if not each.job.is_talker])
+        long = [each for each in sent if each.job.is_long]
+        tasks += _send(stage, aim, long)
+        await _under_way(stage, long)
+        tasks += _send(stage, aim, [each for each in sent if not (each.job.is_talker or each.job.is_long)])
         strike, detection_s = await _strike(stage, aim, made, sent)
         await asyncio.gather(*tasks)
     finally:
@@ -104,6 +107,17 @@ def _send(stage: Stage, aim: Aim, sent: list[Sent]) -> "list[asyncio.Task[None]]
     return [
         asyncio.create_task(follow(stage.eye.address, request, record, resumes=resumes)) for request, record in requests
     ]
+
+
+async def _under_way(stage: Stage, long: list[Sent]) -> None:
+    """Wait until every prefill worker computes a long prompt: the others come to a line, whatever its order is."""
+    num_workers, began = len(stage.eye.of_role("prefill")), time.monotonic()
+    while time.monotonic() < began + AIM_LIMIT_S:
+        look = await stage.eye.look()
+        places = [look.place(each.record.label) for each in long]
+        if sum(place.state() == "prefilling" for place in places) >= min(num_workers, len(long)):
+            return
+        await asyncio.sleep(0.002)
 
 
 async def _slow(stage: Stage, bytes_per_s: float, for_s: float, but: Collection[str] = ()) -> None:
