@@ -93,6 +93,11 @@ class Answers:
         """Whether no text has come."""
         return not any(answer.texts for answer in self._choices)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit ended a choice."""
+        return any(answer.finished.finish_reason == pb.FINISH_REASON_LENGTH for answer in self._choices)
+
     def to_plain(self) -> dict[str, Any]:
         """The object that --json prints."""
         plains = [answer.to_plain() for answer in self._choices]

@@ -142,20 +142,18 @@ class GenerateFlags:
     top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None
     min_p: Annotated[float | None, typer.Option(help="Sample from tokens so likely, against the likeliest.")] = None
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens; default a drawn one.")] = None
-    n: Annotated[int | None, typer.Option(help="Answers to the one prompt; seeds of their own, greedy ones alike.")] = (
-        None
-    )
+    n: Annotated[int | None, typer.Option(help="Answers to the one prompt, 1 to 64; greedy ones are alike.")] = None
     repetition_penalty: Annotated[float | None, typer.Option(help="Divides logits of tokens that were there.")] = None
     presence_penalty: Annotated[float | None, typer.Option(help="Taken off for tokens of the answer so far.")] = None
     frequency_penalty: Annotated[float | None, typer.Option(help="Likewise, each time the token was there.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None
     min_tokens: Annotated[int | None, typer.Option(help="Tokens at least, as far as ids end an answer.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False
-    json_schema: Annotated[str | None, typer.Option(help="A file with the schema to follow; - reads input.")] = None
+    json_schema: Annotated[str | None, typer.Option(help="The file of a schema to follow; - reads input.")] = None
     regex: Annotated[str | None, typer.Option(help="What the whole answer must match.")] = None
-    grammar: Annotated[str | None, typer.Option(help="A file with a grammar in Lark's form; - reads input.")] = None
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="Show how likely each token was.")] = False
-    top_logprobs: Annotated[int, typer.Option(help="Draw each step's K likeliest candidates.")] = 0
+    grammar: Annotated[str | None, typer.Option(help="The file of a grammar in Lark's form; - reads input.")] = None
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Show how likely the token of each step was.")] = False
+    top_logprobs: Annotated[int, typer.Option(help="Show the K likeliest of each step, 0 to 20.")] = 0
     timeout: Annotated[float, typer.Option(help="Seconds for the whole answer.")] = 600.0
     resume_for_s: Annotated[float, typer.Option(help="Reconnect so long when the router dies; 0: never.")] = 30.0
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False

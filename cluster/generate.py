@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from contextlib import aclosing
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc.aio
@@ -22,6 +23,7 @@ from pdserve import rpc
 from pdserve.errors import DeadlineExceeded, InvalidRequest, PdserveError, Unavailable
 from pdserve.v1 import generation_pb2 as pb
 
+MAX_TIMEOUT_S = 1e8  # three years; gRPC's clock ends somewhere behind that
 SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -30,38 +32,39 @@ SAMPLING = (
 
 def generate(flags: GenerateFlags) -> None:
     """Ask and print. Raises PdserveError."""
-    if not flags.timeout > 0:
-        raise InvalidRequest("timeout", f"{flags.timeout:g} is not allowed; must be more than 0 seconds")
+    if not 0 < flags.timeout <= MAX_TIMEOUT_S:
+        problem = f"{flags.timeout:g} is not allowed; must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds"
+        raise InvalidRequest("timeout", problem)
     if not flags.resume_for_s >= 0:
         raise InvalidRequest("resume_for_s", f"{flags.resume_for_s:g} is not allowed; must be at least 0 seconds")
     logging.basicConfig(level=logging.WARNING, format="\npdserve: %(message)s")  # a line of its own amid the answer
     if [flags.prompt, flags.json_schema, flags.grammar].count("-") > 1:
         raise InvalidRequest("prompt, json_schema, grammar", "only one of them can be -, standard input")
-    request = make_request(flags, _prompt(flags))
+    _check_text(flags)
+    request = make_request(flags, _text_of("prompt", "-") if flags.prompt == "-" else flags.prompt)
     answers = asyncio.run(_ask(flags, request))
     if flags.json:
         sys.stdout.write(json.dumps(answers.to_plain(), ensure_ascii=False) + "\n")
 
 
-def _prompt(flags: GenerateFlags) -> str:
-    """The argument, or standard input. Raises InvalidRequest when it is not text."""
-    try:
-        prompt = _input() if flags.prompt == "-" else flags.prompt
-        prompt.encode()  # an argument that was not UTF-8 has surrogates in it
-    except UnicodeError:
-        raise InvalidRequest("prompt", "is not UTF-8 text") from None
-    return prompt
-
-
-def _input() -> str:
-    return sys.stdin.buffer.read().decode()
+def _check_text(flags: GenerateFlags) -> None:
+    """An argument that was not UTF-8 has surrogates in it, which no message can carry. Raises InvalidRequest."""
+    for name, value in asdict(flags).items():
+        for text in value if isinstance(value, list) else [value]:
+            try:
+                str(text).encode()
+            except UnicodeError:
+                raise InvalidRequest(name, "is not UTF-8 text") from None
 
 
 def _text_of(name: str, path: str) -> str:
+    """What a file holds, or standard input. Raises InvalidRequest."""
     try:
-        return _input() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise InvalidRequest(name, f"{path} cannot be read as text: {error}") from None
+        return sys.stdin.buffer.read().decode() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeError:
+        raise InvalidRequest(name, "is not UTF-8 text") from None
+    except OSError as error:
+        raise InvalidRequest(name, f"takes the name of a file, or - for standard input: {error}") from None
 
 
 def make_request(flags: GenerateFlags, prompt: str) -> pb.GenerateRequest:
@@ -108,6 +111,8 @@ async def _ask(flags: GenerateFlags, request: pb.GenerateRequest) -> Answers:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise DeadlineExceeded(f"the answer was not complete within --timeout {flags.timeout:g} s") from None
         raise explained(error, flags.address) from None
+    if request.HasField("grammar") and answers.is_cut:
+        sys.stderr.write("pdserve: the answer was cut before it was whole; allow more --max-tokens\n")
     return answers
 
 

@@ -64,7 +64,7 @@ class Matcher:
     @property
     def problem(self) -> str:
         """What the library says if it has given up: the grammar is too complex to go on, for example."""
-        return self._inner.get_error() if self._inner.is_error() else ""
+        return _problem(self._inner)
 
 
 class Grammars:
@@ -112,9 +112,15 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 
     matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_limits())
     if matcher.is_error():
-        raise InvalidRequest(_field(grammar), matcher.get_error())
+        raise InvalidRequest(_field(grammar), _problem(matcher))
     matcher.compute_bitmask()  # what this takes at first need not be repeated by every copy
+    if matcher.is_error():
+        raise InvalidRequest(_field(grammar), f"no text can follow it: {_problem(matcher)}")
     return matcher
+
+
+def _problem(matcher: LLMatcher) -> str:
+    return matcher.get_error().removesuffix("<non-verbose/>").strip() if matcher.is_error() else ""
 
 
 def _field(grammar: Grammar) -> str:

@@ -79,7 +79,9 @@ def channel(address: str) -> grpc.aio.Channel:
 
 
 def client_channel(address: str) -> grpc.aio.Channel:
-    """The same, of a client to a router."""
+    """The same, of a client to a router. Raises InvalidRequest."""
+    if not address:
+        raise InvalidRequest("address", "is empty; must be the host:port of a router")
     return grpc.aio.insecure_channel(address, options=(*_CHANNEL_OPTIONS, *_OUTSIDE))
 
 

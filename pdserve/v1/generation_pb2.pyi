@@ -87,7 +87,7 @@ class GenerateRequest(_message.Message):
     top_logprobs: _builtins.int
     """Candidates to report per step, 0 to 20, and beside them the chosen token. Unset: 0."""
     request_id: _builtins.str
-    """A label of the client's for logs; never a key. Unset: the router draws one."""
+    """A label of the client's for logs, up to 256 characters; never a key. Unset: the router draws one."""
     priority: _builtins.int
     """Lower is served first. Unset: 0."""
     logprobs: _builtins.bool
@@ -365,8 +365,8 @@ class Sampling(_message.Message):
     seed: _builtins.int
     """Unset: the router draws one and says so in `started`. It is the first choice's; those of the others are made of it."""
     repetition_penalty: _builtins.float
-    """For tokens of prompt and completion: a positive logit is divided by it, a negative one multiplied. More than 0, at
-    most 10; above 1 makes repetition less likely. Unset: 1.
+    """For tokens of prompt and completion: a positive logit is divided by it, a negative one multiplied; 0.0625 to 16,
+    above 1 makes repetition less likely. Unset: 1.
     """
     presence_penalty: _builtins.float
     """Subtracted from the logit of every token that the completion has so far; -2 to 2. Unset: 0."""
@@ -452,7 +452,7 @@ class Stopping(_message.Message):
     max_tokens: _builtins.int
     """At least 1. Unset: 256. The context window ends the completion earlier."""
     min_tokens: _builtins.int
-    """Tokens before which neither EOS nor a stop token ends the completion. Unset: 0."""
+    """Tokens before which neither EOS nor a stop token ends the completion; at most max_tokens. Unset: 0."""
     ignore_eos: _builtins.bool
     """Do not stop at the model's end-of-sequence tokens. Unset: false."""
     @_builtins.property

@@ -55,7 +55,7 @@ class Router(generation_pb2_grpc.GenerationServiceServicer, cluster_pb2_grpc.Clu
     def finished(self, index: int) -> pb.Finished:
         return pb.Finished(
             index=index,
-            finish_reason=pb.FINISH_REASON_STOP,
+            finish_reason=pb.FINISH_REASON_LENGTH if self.request.stopping.max_tokens == 3 else pb.FINISH_REASON_STOP,
             stop_match=pb.StopMatch(eos_token_id=2),
             usage=pb.Usage(prompt_tokens=5, completion_tokens=3, decode_steps=2),
             timings=pb.Timings(ttft_ms=12.5),
@@ -160,8 +160,18 @@ async def test_every_control_has_a_flag(run: Commands, tmp_path: Path) -> None:
     assert not asked.HasField("n")
     assert (await run("generate", "x", "--grammar", "-", stdin='start: "a"'))[0] == 0
     assert run.router.request.grammar.lark == 'start: "a"'
-    assert (await run("generate", "x", "--regex", "a+"))[0] == 0
+    assert await run("generate", "x", "--regex", "a+") == (0, "Paris\n", "")
     assert run.router.request.grammar.regex == "a+"
+
+
+async def test_what_is_cut_before_its_grammar_ends_is_said_to_be(run: Commands) -> None:
+    code, out, err = await run("generate", "x", "--regex", "a+", "--max-tokens", "3")
+    assert (code, out, err) == (
+        0,
+        "Paris\n",
+        "pdserve: the answer was cut before it was whole; allow more --max-tokens\n",
+    )
+    assert (await run("generate", "x", "--max-tokens", "3"))[2] == ""
 
 
 def test_a_bar_is_as_long_as_the_candidate_is_likely() -> None:
@@ -179,7 +189,11 @@ def test_a_bar_is_as_long_as_the_candidate_is_likely() -> None:
         (("--seed", "-1"), 2, "pdserve: seed: "),
         (("--regex", "a", "--grammar", "-"), 2, "pdserve: json_schema, regex, grammar: only one"),
         (("--json-schema", "-", "--grammar", "-"), 2, "pdserve: prompt, json_schema, grammar: only one"),
-        (("--json-schema", "/nowhere"), 2, "pdserve: json_schema: /nowhere cannot be read"),
+        (("--json-schema", "/nowhere"), 2, "pdserve: json_schema: takes the name of a file"),
+        (("--stop", os.fsdecode(b"\xff")), 2, "pdserve: stop: is not UTF-8 text\n"),
+        (("--model", os.fsdecode(b"\xff")), 2, "pdserve: model: is not UTF-8 text\n"),
+        (("--timeout", "inf"), 2, "pdserve: timeout: inf is not allowed"),
+        (("--address", ""), 2, "pdserve: address: is empty"),
     ],
 )
 async def test_a_refusal_is_one_line(run: Commands, arguments: tuple[str, ...], code: int, message: str) -> None:

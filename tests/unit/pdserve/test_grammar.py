@@ -72,6 +72,11 @@ def test_what_is_no_grammar_is_refused_with_the_librarys_words(
         assert caught.value.problem
 
 
+def test_what_no_text_can_follow_is_refused_where_the_vocabulary_is_known(grammars: Grammars) -> None:
+    with pytest.raises(InvalidRequest, match=r"^grammar.regex: no text can follow it: \w+$"):
+        grammars.begin(Grammar("regex", r"[^\s\S]"))
+
+
 def test_the_order_of_properties_is_the_schemas(grammars: Grammars) -> None:
     check_grammar(schema(PAIR))
     assert follows(grammars.begin(schema(PAIR)), '{"z":1,"a":2}')
