@@ -50,7 +50,7 @@ class Plan:
     minutes: float
 
 
-def toy_plan(folder: Path, minutes: float, num_sets: int = 6) -> Plan:
+def toy_plan(folder: Path, minutes: float, num_sets: int = 5) -> Plan:
     """A random model of 512 tokens; a chunk takes it a fifth of a second, so that prefill can be hit."""
     write_toy_model(
         folder / "toy", max_position_embeddings=4096, num_hidden_layers=6, hidden_size=256, intermediate_size=640
@@ -75,9 +75,9 @@ def smollm2_plan(minutes: float) -> Plan:
         model="smollm2",
         flags=(),
         shape=SLOWER,
-        num_sets=3,
+        num_sets=4,
         slow_bytes_per_s=3e6,
-        num_pages=200,
+        num_pages=110,
         chunk_tokens=256,
         slot_bytes=2**19,
         minutes=minutes,

@@ -38,8 +38,8 @@ WORDS = (
 class Shape:
     """How many requests of which lengths, in tokens."""
 
-    num_talkers: int = 6
-    num_readers: int = 10
+    num_talkers: int = 7
+    num_readers: int = 11
     talker_tokens: int = 350
     reader_prompt: tuple[int, int] = (80, 120)
     num_long: int = 2
@@ -48,7 +48,7 @@ class Shape:
     vocabulary: tuple[int, int] = (3, 500)  # token ids that prompts are drawn from
 
 
-SLOWER = Shape(4, 8, 80, reader_prompt=(50, 90), long_prompt=280, reader_tokens=12, vocabulary=(100, 40_000))
+SLOWER = Shape(4, 8, 120, reader_prompt=(50, 90), long_prompt=280, reader_tokens=12, vocabulary=(100, 40_000))
 
 
 @dataclass(frozen=True)
