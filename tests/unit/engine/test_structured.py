@@ -122,10 +122,17 @@ def test_lists_and_grammar_together_may_leave_nothing(engine: Engine) -> None:
         steered.check()
 
 
-@pytest.mark.parametrize("text", ['{"$ref": "#"}', '{"type": "array", "items": {"$ref": "#"}, "minItems": 1}'])
-def test_a_grammar_without_end_is_no_endless_loop(engine: Engine, text: str) -> None:
+def test_a_grammar_without_end_is_no_endless_loop(engine: Engine) -> None:
+    text = '{"type": "array", "items": {"$ref": "#"}, "minItems": 1}'
     (tokens,) = complete_all(engine, [work("json_schema", text, max_tokens=20)])
     assert tokens[-1].finish == "length"
+
+
+def test_a_grammar_that_nothing_can_follow_is_refused(engine: Engine) -> None:
+    cases: list[tuple[GrammarKind, str]] = [("json_schema", '{"$ref": "#"}'), ("regex", r"[^\s\S]")]
+    for kind, text in cases:
+        with pytest.raises(InvalidRequest, match=f"grammar.{kind}: no text can follow it"):
+            pilot(engine, work(kind, text))
 
 
 def test_tokens_of_a_resume_must_follow_the_grammar(engine: Engine) -> None:
