@@ -1,6 +1,7 @@
 """Both ends of a link over the loopback: every fault, what it ends, and that the link comes back."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 
 from pdserve.errors import Incompatible, LinkDown, ProtocolError
 from pdserve.membership import WorkerInfo
+from pdserve.plain import to_plain
 from pdserve.request import Incarnation, WorkerId
 from tests.unit.transport.pair import CARD, CONFIG, DECODE, LAYOUT, pair, peer, push
 from transport.base import Own
@@ -180,6 +182,17 @@ async def test_a_malformed_hello_is_refused(card: str) -> None:
 
     async with pair() as p:
         with pytest.raises(ProtocolError, match="model card"):
+            await anext(p.decode.serve(frames()))
+
+
+async def test_decode_refuses_another_card_by_itself() -> None:
+    other = replace(CARD, kv_layout=replace(LAYOUT, page_tokens=8))
+
+    async def frames() -> AsyncIterator[Hello]:
+        yield Hello("e", "prefill-9", "x", json.dumps(to_plain(other)), "gloo", 64, 4)
+
+    async with pair() as p:
+        with pytest.raises(Incompatible, match="page_tokens"):
             await anext(p.decode.serve(frames()))
 
 
