@@ -7,30 +7,20 @@ import sys
 import time
 from asyncio.subprocess import PIPE
 from contextlib import aclosing
-from pathlib import Path
 
 from cluster import resumable
 from cluster.flags import GenerateFlags
 from cluster.generate import make_request
 from pdserve.v1 import generation_pb2 as pb
-from tests.e2e.harness import ROOT, Answer, Cluster
+from tests.e2e.harness import ROOT, Answer, Cluster, serving_router
 
 PROMPT = "Once upon a time there was a router"
 NUM_TOKENS = 440
 
 
 def router_pid(cluster: Cluster) -> int:
-    """The child of `up` that is the router."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                command = (folder / "cmdline").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if parent == cluster.process.pid and "router.json" in command:
-                return int(folder.name)
-    raise AssertionError("up has no router")
+    """The one that serves, not its spare."""
+    return serving_router(cluster.session, cluster.address).pid
 
 
 def text_request(seed: int | None, stop: str = "") -> pb.GenerateRequest:
