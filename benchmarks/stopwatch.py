@@ -133,7 +133,7 @@ def watched(kernels: Kernels, linear_names: Mapping[tuple[int, int], str], watch
 
     return replace(
         kernels,
-        library=None,
+        compiled=None,
         linear=linear,
         head=linear,
         attend=watch.timed("attention", kernels.attend),

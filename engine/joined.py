@@ -27,13 +27,13 @@ PARTS = ("norms", "qkv", "rotation", "kv_write", "attention", "out", "gate_up", 
 def joined(layer: DecoderLayer, kernels: Kernels) -> Layer:
     """One call where that can be, else the layer as it is."""
     mlp = layer.mlp
-    if kernels.library is None or not isinstance(mlp, GatedMlp):
+    if kernels.compiled is None or not isinstance(mlp, GatedMlp):
         return layer
     linears = [layer.attention.qkv, layer.attention.out, mlp.gate_up, mlp.down]
     packed = [each for each in linears if isinstance(each, NativeLinear)]
     if len(packed) < len(linears):
         return layer
-    return JoinedLayer(kernels.library, layer, packed, is_gelu=mlp.gate_mul == kernels.gelu_mul)
+    return JoinedLayer(kernels.compiled, layer, packed, is_gelu=mlp.gate_mul == kernels.gelu_mul)
 
 
 class JoinedLayer:
@@ -50,7 +50,7 @@ class JoinedLayer:
         ]
         tables = [rotary.cos.contiguous(), rotary.sin.contiguous()]
         self._alive = (linears, norms, tables)  # what `_args` points to
-        self.library = library
+        self.compiled = library
         self.hidden_size = linears[0].args.in_
         self.window, half = rotary.cos.shape
         numbers = (
@@ -97,7 +97,7 @@ class JoinedPass:
         if hidden is not self._hidden:
             self._take(hidden, layer.hidden_size)
         self._call.layer = layer.address
-        status = layer.library.call("decoder_layer", self._call)
+        status = layer.compiled.call("decoder_layer", self._call)
         if status == -3:
             raise IndexError(f"a position is outside the rotary tables, which end at {layer.window}")
         check_status(status, self._cache)

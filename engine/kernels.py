@@ -75,7 +75,7 @@ class Kernels:
     silu_mul: GateMul
     gelu_mul: GateMul  # with the tanh form of gelu
     rotate: Rotate
-    library: native.Library | None = None  # that they are of: a whole layer can be one call of it (engine/joined.py)
+    compiled: native.Library | None = None  # that they are of: a whole layer can be one call of it (engine/joined.py)
     capturable: bool = False  # no routine waits for the device, so that a CUDA graph can hold a whole step
 
 
@@ -132,5 +132,5 @@ def native_kernels(library: native.Library) -> Kernels:
         silu_mul=rows.silu_mul,
         gelu_mul=rows.gelu_mul,
         rotate=rows.rotate,
-        library=library,
+        compiled=library,
     )

@@ -72,7 +72,7 @@ class Choices:
                 group.create_task(self._serve(lead, self._lead))
                 for answer in others:
                     group.create_task(self._follow(answer))
-        except ExceptionGroup as errors:
+        except ExceptionGroup as errors:  # a call has one status: that of the first
             raise errors.exceptions[0] from None
 
     async def _follow(self, answer: Answer) -> None:

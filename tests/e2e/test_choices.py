@@ -40,7 +40,7 @@ class Choices:
     async def until_all_have(self, num_tokens: int) -> None:
         async with asyncio.timeout(60):
             while not (self.answers and all(len(each.token_ids) >= num_tokens for each in self.answers.values())):
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.005)  # tokens come over the wire, not as an event here
 
     def token_ids(self) -> list[list[int]]:
         return [self.answers[index].token_ids for index in range(len(self.answers))]

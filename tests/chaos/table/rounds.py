@@ -117,7 +117,7 @@ async def _under_way(stage: Stage, long: list[Sent]) -> None:
         places = [look.place(each.record.label) for each in long]
         if sum(place.state() == "prefilling" for place in places) >= min(num_workers, len(long)):
             return
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.002)  # ledgers are asked for, nobody tells
 
 
 async def _slow(stage: Stage, bytes_per_s: float, for_s: float, but: Collection[str] = ()) -> None:
@@ -156,7 +156,7 @@ async def _best_moment(stage: Stage, aim: Aim, made: list[Fault], sent: list[Sen
             coming = max(num_coming(look, aim, each, sent, wanted) for each in made)
             if coming:
                 await _slow(stage, stage.slow_bytes_per_s, SLOW_FOR_S)
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.002)  # ledgers are asked for, nobody tells
 
 
 def _wanted(aim: Aim, waited_s: float) -> int:
@@ -203,7 +203,7 @@ async def _busiest(stage: Stage, befallen: list[str]) -> set[str]:
         busiest = {max(group, key=loads.__getitem__) for group in groups}
         if min(loads[worker] for worker in busiest) >= DRAIN_LOAD - 4 * (time.monotonic() - began):
             return busiest
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.002)  # ledgers are asked for, nobody tells
 
 
 async def _outcome(stage: Stage, strike: Strike, sent: list[Sent], detection_s: float | None) -> Outcome:

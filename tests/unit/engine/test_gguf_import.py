@@ -96,12 +96,8 @@ def test_every_quantization_gives_the_rounded_values_of_the_reference(tmp_path: 
 def test_the_engine_accepts_the_folder(tmp_path: Path, folder: Path) -> None:
     convert(write_toy_gguf(tmp_path / "m.gguf"), folder)
     config = read_config(folder)
-    assert (config.window, config.rms_eps, config.layers[0].rope.theta, config.eos_token_ids) == (
-        512,
-        1e-5,
-        10000.0,
-        (2,),
-    )
+    theta = config.layers[0].rope.theta
+    assert (config.window, config.rms_eps, theta, config.eos_token_ids) == (512, 1e-5, 10000.0, (2,))
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
     assert len(load_weights(folder, config)) == 2 + 2 * 9
 
@@ -194,8 +190,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2_folder: Path) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**prompt, max_new_tokens=20, do_sample=False)
-    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert answer == "The capital of France is Paris."
+    assert tokenizer.decode(output[0]).removesuffix("<|im_end|>").endswith("\nThe capital of France is Paris.")
 
 
 # ---- bad files ------------------------------------------------------------------------------------------------------

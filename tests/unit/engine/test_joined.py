@@ -22,7 +22,7 @@ from tests.toy_families import FAMILIES
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(choose_kernels(CPU).library is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(choose_kernels(CPU).compiled is None, reason="no C compiler")
 
 
 def _runner(folder: Path, kernels: Kernels, dtype: str) -> Runner:
@@ -43,7 +43,7 @@ def _outcome(runner: Runner) -> list[Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bits_are_those_of_the_single_calls(tmp_path: Path, family: str, dtype: str) -> None:
     folder, kernels = write_toy_model(tmp_path, **FAMILIES[family]), choose_kernels(CPU)
-    one, other = (_runner(folder, each, dtype) for each in (kernels, replace(kernels, library=None)))
+    one, other = (_runner(folder, each, dtype) for each in (kernels, replace(kernels, compiled=None)))
     has_experts = any(layer.experts is not None for layer in one.model.config.layers)
     assert any(isinstance(layer, JoinedLayer) for layer in one.model.layers) or has_experts
     assert all(isinstance(layer, DecoderLayer) for layer in other.model.layers)
